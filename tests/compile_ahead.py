@@ -26,7 +26,6 @@ KERNELS = {
     "compute/cpu_kernel.cpp": "cpu-experts",
     "compute/quantize.cpp": "quantize",
     "optim/kernel.cpp": "adamw",
-    "transfer/host_link.cpp": "host-link",
     "transfer/upload_thread.cpp": "upload-thread",
 }
 

@@ -40,7 +40,6 @@ from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
-from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.budget import Placement
 from overspill.plan.homes import spread_homes
 from overspill.plan.usage import Exchange as ExchangedHomes
@@ -251,15 +250,6 @@ class Engine:
         if streaming is not None and sum(self._store.homes) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
-
-    def loop_back(self, exchange: Exchange) -> None:
-        """From the next pass on, token rows of one process travel through `exchange`, a
-        `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
-        if self.ranks is not None or exchange.size > 1:
-            raise ConfigError("rows of several ranks travel already; offload without a mesh")
-        with self.exclusive():
-            placer = RowPlacer(exchange.size, None)
-            self.rank_rows = RankRows(exchange, self._store, placer, self._now)
 
     @property
     def balance(self) -> Balance | None:

@@ -51,10 +51,9 @@ class ModelSection:
     """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
     longest time (lru)."""
     packed: bool = False
-    """Keep the experts of a quantized checkpoint packed in memory; with --device cpu."""
+    """Keep the experts of a quantized checkpoint packed in memory."""
     quantize: Literal["mxfp4", "int4", "fp8"] | None = None
-    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read, in 4 or 8 bits;
-    with --device cpu."""
+    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read, in 4 or 8 bits."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096

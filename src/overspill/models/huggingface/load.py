@@ -158,9 +158,7 @@ def load_within(
 def _check_packed(option: str, budgets: Budgets, trained: bool) -> None:
     """Raises if experts cannot be packed, as `option` wants."""
     reason = None
-    if budgets.compute_device.type != "cpu":
-        reason = "kernels on the GPU do not read packed experts yet; give device='cpu'"
-    elif budgets.mesh is not None:
+    if budgets.mesh is not None:
         reason = "several ranks are not supported yet; load the model in one process"
     elif trained:
         reason = "packed experts cannot be trained; give freeze_experts=True or train=False"

@@ -15,7 +15,6 @@ from overspill.compute.quantize import quantize
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.packing import QUANTIZATIONS
-from overspill.models.budgets import Budgets
 from tests.models.huggingface.families import make_batch, make_model, tiny
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.packed.cases import Pairs, load
@@ -120,17 +119,11 @@ def test_an_adapter_is_added_before_experts_are_packed(tmp_path: Path) -> None:
     model.overspill.close()
 
 
-def test_what_cannot_be_packed_is_refused(
-    pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_packed_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     plain = pairs["int4"].plain
     given = {"device": "cpu", "quiet": True, "progress": False, "quantize": "int4"}
     with pytest.raises(ConfigError, match=r"quantize='int4' .* cannot be trained; give freeze_exp"):
         overspill.load(plain, **given)
-    with monkeypatch.context() as patch:
-        patch.setattr(Budgets, "compute_device", torch.device("cuda"))
-        with pytest.raises(ConfigError, match=r"quantize='int4' .*the GPU do not read packed exp"):
-            overspill.load(plain, **given)
     given["train"] = False
     with pytest.raises(ConfigError, match=r"quantize='int3' is unknown; give one of mxfp4, int4"):
         overspill.load(plain, **given | {"quantize": "int3"})
@@ -165,3 +158,22 @@ def test_answers_of_a_model_that_is_packed(tmp_path: Path) -> None:
             made = llm.generate([[3, 4, 5], [9, 8]], asked)
             tokens.append([each.token_ids for each in made])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_a_gpu_gets_the_records_of_the_cpu(name: str, tmp_path: Path) -> None:
+    family = make("mixtral", {"intermediate_size": 64})
+    make_model(family).save_pretrained(tmp_path)
+    states, made = [], []
+    for device in ("cpu", "cuda"):
+        model = overspill.load(
+            tmp_path, dtype=torch.float32, device=device, mode="host", slots=3, train=False,
+            quantize=name, quiet=True, progress=False,
+        )  # fmt: skip
+        batch = {key: value.to(device) for key, value in make_batch(family, model).items()}
+        made.append(outputs(model, batch).cpu())
+        states.append({key: value.cpu() for key, value in model.state_dict().items()})
+        model.overspill.close()
+    assert all(torch.equal(states[1][key], value) for key, value in states[0].items())
+    torch.testing.assert_close(made[1], made[0], rtol=1e-3, atol=1e-4)
