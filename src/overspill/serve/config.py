@@ -53,7 +53,8 @@ class ModelSection:
     packed: bool = False
     """Keep the experts of a quantized checkpoint packed in memory."""
     quantize: Literal["mxfp4", "int4", "fp8"] | None = None
-    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read, in 4 or 8 bits."""
+    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; see also
+    overspill export --quantize."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
