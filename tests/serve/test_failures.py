@@ -368,7 +368,7 @@ def test_only_requests_that_need_an_unreadable_expert_fail(disk: BadRecord, tmp_
 def test_an_unreadable_expert_that_should_move_to_the_device_fails_no_other_requests(
     disk: BadRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with served_gpt("disk", tmp_path) as llm:
+    with served_gpt("disk", tmp_path, Settings(follow_usage=True)) as llm:
         home = next(
             (layer, ids[0])
             for layer, ids in enumerate(llm.model.overspill.addresses.at_home)
