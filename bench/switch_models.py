@@ -79,7 +79,9 @@ class Shape:
 
     @property
     def dense_bytes(self) -> int:
-        return 2 * int(self._sizes.total_params) - self.n_experts * self.expert_bytes
+        own = self._sizes
+        in_float32 = int(own.n_moe_layers * own.n_experts * own.d_model)  # routers
+        return 2 * (int(own.total_params) + in_float32) - self.n_experts * self.expert_bytes
 
     def within(self, nbytes: float) -> "Shape":
         """With as many blocks in each stack as have their experts in `nbytes`, two MoE blocks at
