@@ -56,11 +56,13 @@ class PackedMatrix:
     columns: int
     divides: bool = False
     """Scales are divided by the factor."""
+    transposed: bool = False
+    """The plain matrix has inputs as rows, which for stacks of MXFP4 is always so."""
 
     @property
     def is_transposed(self) -> bool:
         """Whether the plain matrix has inputs as rows."""
-        return self.scheme.kind is Kind.MXFP4_STACK
+        return self.transposed or self.scheme.kind is Kind.MXFP4_STACK
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -55,6 +55,9 @@ class ModelSection:
     longest time (lru)."""
     packed: bool = False
     """Keep the experts of a quantized checkpoint packed in memory."""
+    quantize: Literal["mxfp4", "int4", "fp8"] | None = None
+    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; see also
+    overspill export --quantize."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
@@ -104,6 +107,7 @@ class ModelSection:
             migrate=self.migrate,
             cache_policy=self.cache_policy,
             packed=self.packed,
+            quantize=self.quantize,
             predictor=self.predictor,
             settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
         )

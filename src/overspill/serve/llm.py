@@ -100,6 +100,7 @@ class LLM:
         cache_policy: str = "lfu",
         settings: Settings | None = None,
         packed: bool = False,
+        quantize: str | None = None,
         predictor: str | None = None,
     ) -> None:
         check_mode(mode)
@@ -124,7 +125,7 @@ class LLM:
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype, "settings": settings,
-                "packed": packed or None,
+                "packed": packed or None, "quantize": quantize,
             }  # fmt: skip
             check_not_given(given)
             if adapter is not None:
@@ -133,7 +134,7 @@ class LLM:
                     "loaded already, load what overspill.merge makes of both"
                 )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed, quantize)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""

@@ -94,6 +94,7 @@ def open_source(
     dtype: torch.dtype | str | None,
     adapter: str | os.PathLike[str] | None = None,
     packed: bool = False,
+    quantize: str | None = None,
 ) -> Source:
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
@@ -108,6 +109,12 @@ def open_source(
             raise ConfigError(
                 f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
                 "overspill train; leave it out"
+            )
+        if quantize is not None:
+            raise ConfigError(
+                f"quantize={quantize!r} (--quantize) is for checkpoints of Hugging Face, {path} is "
+                f"a run of overspill train; overspill export {path} OUT --quantize {quantize} "
+                "makes a quantized checkpoint of it"
             )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
@@ -141,7 +148,18 @@ def open_source(
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
-    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora, packed=packed)
+    loaded = load_within(
+        folder,
+        budgets,
+        dtype,
+        False,
+        True,
+        True,
+        {},
+        adapter=lora,
+        packed=packed,
+        quantize=quantize,
+    )
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
     return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)
