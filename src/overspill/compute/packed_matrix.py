@@ -1,6 +1,6 @@
 """A matrix of codes and scales, and its values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,16 +63,37 @@ class PackedMatrix:
     columns: int
     divides: bool = False
     """Scales are divided by the factor."""
+    transposed: bool = False
+    """The plain matrix has inputs as rows, which for stacks of MXFP4 is always so."""
 
     @property
     def is_transposed(self) -> bool:
         """Whether the plain matrix has inputs as rows."""
-        return self.scheme.kind is Kind.MXFP4_STACK
+        return self.transposed or self.scheme.kind is Kind.MXFP4_STACK
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the plain matrix."""
         return (self.columns, self.rows) if self.is_transposed else (self.rows, self.columns)
+
+    def by_rows(self, parts: Parts) -> "tuple[PackedMatrix, Parts]":
+        """The same values as records hold them: the codes of a row are neighbours, the first of
+        them in the lowest bits, with a row of scales, and signed zero points if there are any. Only
+        integers change, those of GPTQ and AWQ."""
+        bits, kind = self.scheme.bits, self.scheme.kind
+        if parts.zeros is None or kind not in (Kind.INTEGERS, *_TRANSPOSED):
+            return self, parts
+        codes, scales = parts.codes, parts.scales
+        if kind is Kind.AWQ:
+            codes = _pack_integers(unpack_awq(codes).to(torch.uint8).T)
+        elif kind is Kind.GPTQ:
+            codes = codes.T.contiguous()
+        if kind in _TRANSPOSED:
+            scales = scales.T.contiguous()
+        middle, dtype = 1 << bits - 1, torch.int8 if bits == 4 else torch.int16
+        zeros = (self._zeros(parts.zeros) - middle).to(dtype)
+        scheme = replace(self.scheme, kind=Kind.INTEGERS, zero_offset=0)
+        return replace(self, scheme=scheme), Parts(codes, scales, parts.factor, zeros)
 
     def unpack(self, parts: Parts, out: Tensor) -> None:
         """Fills the plain matrix `out`, in its dtype."""
@@ -190,3 +211,9 @@ class PackedMatrix:
             raise BadPart("scales", "has scales that are infinite or NaN")
         if self.scheme.kind is Kind.E4M3 and has_nan(parts.codes):
             raise BadPart("codes", "has codes that are NaN")
+
+
+def _pack_integers(codes: Tensor) -> Tensor:
+    """[N, 8n] codes of 4 bits to [N, n] int32, the first in the lowest bits."""
+    low, high = codes[:, ::2], codes[:, 1::2]
+    return (low | high << 4).contiguous().view(torch.int32)

@@ -1,6 +1,7 @@
 """The layout of an expert's records: its weights in one flat buffer, its optimizer states in
 another. Sizes are multiples of ALIGN, as direct I/O requires."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,13 @@ class WeightFormat(Protocol):
 
     def unpack(self, record: Tensor, out: Tensor) -> None:
         """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+
+    def unpack_several(
+        self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
+    ) -> None:
+        """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
+        are the token rows of each expert, and `ends` the same on the device, cumulated: experts
+        without rows may be left out."""
 
 
 @dataclass(frozen=True)
