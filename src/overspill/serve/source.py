@@ -1,4 +1,4 @@
-"""What is served: a checkpoint, the folder of a run, or a model that is loaded already."""
+"""Source of the served model: a checkpoint, a run, or a model that is loaded already."""
 
 import os
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ _CACHE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What keys and values are needed for."""
+    """Request for memory for keys and values."""
 
     context: int
     max_batch: int
@@ -221,7 +221,7 @@ def _within(asked: CacheRequest, positions: int | None) -> CacheRequest:
 
 
 def _asked_of(config: Any, where: object, asked: CacheRequest) -> CacheRequest:
-    """What a model of transformers needs of what was asked."""
+    """Return the part of the request that fits a model of transformers."""
     if is_encoder_decoder(config):
         check_served(config, where)
         asked = replace(asked, with_source=True)
