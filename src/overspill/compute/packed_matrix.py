@@ -1,6 +1,6 @@
 """A matrix of codes and scales, and its values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from overspill.compute.formats import (
     unpack_integers,
     unpack_nibbles,
 )
+from overspill.compute.packed_kernel import Plane, packed_args, repack_awq, unpack_rows
 from overspill.core.packing import Kind, Scheme
 
 _CHUNK = 1 << 20
@@ -67,13 +68,40 @@ class PackedMatrix:
         """Of the plain matrix."""
         return (self.columns, self.rows) if self.is_transposed else (self.rows, self.columns)
 
-    def unpack(self, parts: Parts, out: Tensor) -> None:
-        """Fills the plain matrix `out`, in its dtype."""
+    def in_rows(self, parts: Parts) -> "tuple[PackedMatrix, Parts]":
+        """The same matrix with codes of columns in their order and outputs as rows, as all formats
+        but GPTQ and AWQ store it. Only for what `check` accepts."""
+        if self.scheme.kind not in _TRANSPOSED:
+            return self, parts
+        codes = parts.codes.T if self.scheme.kind is Kind.GPTQ else _awq_rows(parts.codes)
+        assert parts.zeros is not None
+        zeros = self._zeros(parts.zeros).sub(1 << self.scheme.bits - 1).to(torch.int8).contiguous()
+        scheme = Scheme(Kind.INTEGERS, self.scheme.block, self.scheme.bits)
+        made = Parts(codes.contiguous(), parts.scales.T.contiguous(), zeros=zeros)
+        return replace(self, scheme=scheme), made
+
+    def unpack(self, parts: Parts, out: Tensor, threads: int = 1) -> None:
+        """Fills the plain matrix `out`, in its dtype, with as many threads on the CPU."""
+        matrix, parts = self.in_rows(parts)
         out = out.T if self.is_transposed else out
+        if not matrix._unpack_native(parts, out, threads):
+            matrix._unpack_torch(parts, out)
+
+    def _unpack_native(self, parts: Parts, out: Tensor, threads: int) -> bool:
+        """Whether the C++ library has filled `out`."""
+        if out.device.type != "cpu":
+            return False
+        named = ((field.name, getattr(parts, field.name)) for field in fields(parts))
+        tensors = {n: part.contiguous() for n, part in named if part is not None}
+        planes = {name: Plane(part.data_ptr(), part.dtype) for name, part in tensors.items()}
+        args = packed_args(self.scheme, self.rows, self.columns, self.divides, planes)
+        return args is not None and unpack_rows(args, out, threads)
+
+    def _unpack_torch(self, parts: Parts, out: Tensor) -> None:
         codes, scales = parts.codes, self._scales(parts)
         zeros = None if parts.zeros is None else self._zeros(parts.zeros)
         row_block, group = self.scheme.block[0] or self.rows, self.scheme.block[1] or self.columns
-        step = max(8, _CHUNK // self.columns // 8 * 8)  # AWQ has eight rows in each int32
+        step = max(1, _CHUNK // self.columns)
         for begin in range(0, self.rows, step):
             rows = slice(begin, min(begin + step, self.rows))
             values = self._values(codes, rows, zeros is not None)
@@ -98,10 +126,7 @@ class PackedMatrix:
             case Kind.INTEGERS:
                 values = unpack_integers(codes[rows], bits)
                 return values if has_zeros else values.sub_(1 << bits - 1)
-            case Kind.GPTQ:
-                return unpack_integers(codes[:, rows].T, bits)
-            case Kind.AWQ:
-                return unpack_awq(codes[:, rows.start // 8 : rows.stop // 8]).T
+        raise AssertionError(f"{self.scheme.kind} is not in rows")
 
     def _scales(self, parts: Parts) -> Tensor:
         """A row for each block of rows, a column for each group of columns."""
@@ -148,3 +173,12 @@ class PackedMatrix:
             raise BadPart("scales", "has scales that are infinite or NaN")
         if self.scheme.kind is Kind.E4M3 and has_nan(parts.codes):
             raise BadPart("codes", "has codes that are NaN")
+
+
+def _awq_rows(words: Tensor) -> Tensor:
+    """[K, N / 8] words of AWQ as [N, K / 8] words of eight columns in their order."""
+    repacked = repack_awq(words)
+    if repacked is not None:
+        return repacked
+    codes = unpack_awq(words).T.to(torch.uint8)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)

@@ -64,8 +64,9 @@ class RecordFormat:
     def is_packed(self) -> bool:
         return any(piece.matrix is not None for piece in self.pieces)
 
-    def unpack(self, record: Tensor, out: Tensor) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+    def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        threads on the CPU."""
         for piece in self.pieces:
             size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
             tensor = out[start : start + math.prod(size)].view(size)
@@ -74,7 +75,7 @@ class RecordFormat:
             if piece.matrix is None:
                 rows.copy_(stored[CODES])
             else:
-                piece.matrix.unpack(Parts(**stored), rows)
+                piece.matrix.unpack(Parts(**stored), rows, threads)
 
 
 class FormatBuilder:

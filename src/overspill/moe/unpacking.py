@@ -40,7 +40,8 @@ def unpacked(waves: Iterator[Wave], layout: RecordLayout) -> Iterator[Wave]:
                 continue
             for row, expert in enumerate(range(first, stop)):
                 if wave.counts[expert]:
-                    layout.unpack(wave.weights[expert], memory[row])
+                    threads = torch.get_num_threads()
+                    layout.unpack(wave.weights[expert], memory[row], threads)
             ends = wave.ends[first:stop]
             yield Wave(
                 wave.first + first,

@@ -28,8 +28,9 @@ class WeightFormat(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def unpack(self, record: Tensor, out: Tensor) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+    def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        threads on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,13 @@ class RecordLayout:
         numel, dtype = self.stored
         return record[..., : numel * dtype.itemsize].view(dtype)
 
-    def unpack(self, stored: Tensor, out: Tensor) -> None:
-        """Copies the flat weights of a record into `out` [numel]."""
+    def unpack(self, stored: Tensor, out: Tensor, threads: int = 1) -> None:
+        """Copies the flat weights of a record into `out` [numel]. Packed ones are unpacked by as
+        many threads on the CPU."""
         if self.format is None:
             out.copy_(stored)
         else:
-            self.format.unpack(stored, out)
+            self.format.unpack(stored, out, threads)
 
     def state(self, record: Tensor, name: str) -> Tensor:
         """One optimizer state inside a state record's bytes."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from overspill.compute.packed_matrix import PackedMatrix
 from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
@@ -40,29 +41,31 @@ class PackedExperts:
     def _format_of(self, expert: ExpertId) -> RecordFormat:
         builder = FormatBuilder(self._recipes.layers[expert.layer].shape)
         for tensor, key, number in self._recipes.stored(expert):
-            packed = self._folder.packed.get(key)
-            stored = self._stored(expert, tensor, key, number, read=False)
-            rows = stored[CODES].shape[0] if packed is None else packed.matrix.shape[0]
-            builder.add(tensor, rows, None if packed is None else packed.matrix, stored)
+            matrix, stored = self._stored(expert, tensor, key, number, read=False)
+            rows = stored[CODES].shape[0] if matrix is None else matrix.shape[0]
+            builder.add(tensor, rows, matrix, stored)
         return builder.build()
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
         """Reads one expert into its record, and checks it."""
         sources = self._recipes.stored(expert)
         for piece, (tensor, key, number) in zip(self.format.pieces, sources, strict=True):
-            for name, part in self._stored(expert, tensor, key, number, read=True).items():
+            _, stored = self._stored(expert, tensor, key, number, read=True)
+            for name, part in stored.items():
                 piece.stored[name].of(record).copy_(part)
 
     def _stored(
         self, expert: ExpertId, tensor: int, key: str, number: int, read: bool
-    ) -> dict[str, Tensor]:
+    ) -> tuple[PackedMatrix | None, dict[str, Tensor]]:
         """What records have of a tensor of the checkpoint; without `read` without values."""
         if key in self._folder.packed:
-            return stored_parts(self._folder.read_parts(key, number, read))
+            parts = self._folder.read_parts(key, number, read)
+            matrix, parts = self._folder.packed[key].matrix.in_rows(parts)
+            return matrix, stored_parts(parts)
         spec = self._folder.specs[key]
         size = self._recipes.layers[expert.layer].shape.sizes[tensor]
         shape = size if len(spec.shape) > len(size) else spec.shape
         plain = torch.empty(shape, dtype=spec.dtype, device="cpu" if read else "meta")
         if read:
             self._folder.read(key, number * plain.numel(), plain)
-        return {CODES: plain}
+        return None, {CODES: plain}
