@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from loopback import LoopbackExchange
 from torch import Tensor, nn
 
 import overspill
 from overspill.core.experts import ExpertShape
 from overspill.parallel.exchange.interface import Exchange
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.transfer.streams import Timestamp
 
 RATES = (6, 12, 25, 50)

@@ -9,6 +9,7 @@ partition that keeps its activations shares nothing, so ratios are those to it.
 from functools import partial
 from typing import NamedTuple
 
+from mpipe_equations import saved_memory, saving_ratio
 from mpipe_layers import GPT_XL, Layer, Row, Setup, show
 from mpipe_peak import training_peak
 from record import metric, write_record
@@ -55,8 +56,8 @@ def peak(setup: Setup, spec: Layer, tokens: int, n: int, strategy: str) -> int:
 
 def saving(spec: Layer, tokens: int, n: int, peaks: tuple[int, int, int]) -> Saving:
     rows = tokens * spec.top_k
-    ratio = reuse.saving_ratio(rows, spec.d_model, spec.d_hidden, spec.experts, n)
-    elements = reuse.saved_memory(rows, spec.d_model, spec.d_hidden, n)
+    ratio = saving_ratio(rows, spec.d_model, spec.d_hidden, spec.experts, n)
+    elements = saved_memory(rows, spec.d_model, spec.d_hidden, n)
     return Saving(*peaks, ratio, elements * spec.dtype.itemsize)
 
 

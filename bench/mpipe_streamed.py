@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from loopback import loop_back
 from mpipe_layers import NUMBERS, W1, Layer, Row, Setup, median, show
 from record import metric, write_record
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def offloaded(spec: Layer) -> Stack:
     for layer in model.layers:
         for parameter in layer.expert_parameters():  # type: ignore[operator]
             parameter.requires_grad_(False)
-    settings = Settings(residency=False, follow_usage=False)
+    settings = Settings(residency=False)
     overspill.offload(
         model, mode="host", slots=SLOTS, device=str(spec.device), settings=settings, quiet=True
     )
@@ -57,7 +58,7 @@ def streamed_row(
 ) -> tuple[Row, float]:
     """A row of the table, and the gain of the best number of groups over one group."""
     engine: Any = model.overspill
-    engine.loop_back(setup.link(rate))
+    loop_back(engine, setup.link(rate))
     work, times = step(model, spec.rows(spec.tokens), spec.rows(spec.tokens)), {}
     for n in NUMBERS:
         engine.switch(replace(engine.settings, exchange_groups=n, received_rows=rows))

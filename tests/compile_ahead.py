@@ -24,8 +24,8 @@ IMPORTED = (
 """Half of the files of torch are never imported: compiling all takes twice as long."""
 KERNELS = {
     "compute/cpu_kernel.cpp": "cpu-experts",
+    "compute/quantize.cpp": "quantize",
     "optim/kernel.cpp": "adamw",
-    "transfer/host_link.cpp": "host-link",
     "transfer/upload_thread.cpp": "upload-thread",
 }
 

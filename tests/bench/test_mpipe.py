@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import overspill
+from bench.loopback import LoopbackExchange
 from overspill.core.errors import ConfigError
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.trace.spans import Span
 from tests.bench.conftest import BENCH
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import overspill
+from bench.loopback import LoopbackExchange, loop_back
 from overspill.core.errors import ConfigError
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from tests.fuzz.late import LateStream
 from tests.moe import gpu_training
 from tests.moe.oracle import Task, adamw, assert_follows, plain_run, spilled, train
@@ -35,7 +35,7 @@ def test_rows_that_arrive_late_do_not_change_training(
     stream = LateStream("loopback", 1, longest=1e-3)
     settings = Settings(exchange_groups=groups, received_rows=rows)
     with spilled(model, where, tmp_path, settings) as engine:
-        engine.loop_back(LoopbackExchange("cpu", inject=lambda kind: stream.defer))
+        loop_back(engine, LoopbackExchange("cpu", inject=lambda kind: stream.defer))
         run = train(model, adamw(model, TASK), TASK)
     stream.close()
     assert_follows(run, plain_run(TASK))
@@ -45,9 +45,9 @@ def test_an_exchange_that_is_impossible_is_refused(tmp_path: Path) -> None:
     model, loopback = TASK.model(), LoopbackExchange("cpu")
     with spilled(model, "gpu", tmp_path, Settings(exchange_groups=6)) as engine:
         with pytest.raises(ConfigError, match="exchange_groups=6 exceeds the 5 experts"):
-            engine.loop_back(loopback)
+            loop_back(engine, loopback)
         engine.switch(Settings(threads=1, exchange_groups=5))
-        engine.loop_back(loopback)
+        loop_back(engine, loopback)
         with pytest.raises(ConfigError, match="exchange_groups=6 exceeds the 5 experts"):
             engine.switch(Settings(threads=1, exchange_groups=6))
         with pytest.raises(ConfigError, match="does not support cpu_experts"):
@@ -72,7 +72,7 @@ def losses_on_gpu(groups: int | None, delay: str, rows: str) -> list[float]:
     )
     engine: Any = model.overspill
     if groups is not None:
-        engine.loop_back(LoopbackExchange("cuda", 6, inject=slow(delay)))
+        loop_back(engine, LoopbackExchange("cuda", 6, inject=slow(delay)))
     optimizer, losses = overspill.AdamW(model, lr=3e-3), []
     for tokens in gpu_training.batches(steps, seed):
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import overspill
+from bench.loopback import LoopbackExchange
 from overspill.core.errors import ConfigError, RankError
 from overspill.parallel.exchange.collective import CollectiveExchange
 from overspill.parallel.exchange.interface import Exchange, LocalExchange
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.parallel.ranks import Ranks
 from tests.parallel.processes import run_ranks
 

@@ -1,4 +1,4 @@
-"""MPipeMoE's Table II, equation 10 and the memory equations."""
+"""MPipeMoE's Table II and equation 10."""
 
 import json
 from dataclasses import replace
@@ -18,11 +18,7 @@ from overspill.plan.reuse import (
     cheapest,
     cost,
     equation_10,
-    pipelined_memory,
-    saved_memory,
-    saving_ratio,
     strategy_named,
-    unpipelined_memory,
     work,
 )
 
@@ -115,18 +111,6 @@ def test_cost_is_between_no_interference_and_constant_interference(speeds: Speed
         found = cost(strategy, SHAPE, speeds, 2)
         assert found >= cost(strategy, SHAPE, free, 2)
         assert found <= equation_10(strategy, SHAPE, speeds, 2) * (1 + 1e-9)
-
-
-def test_memory_is_that_of_the_equations() -> None:
-    rows, d_model, d_hidden, n_experts, n = 1000, 10, 40, 8, 4
-    plain = unpipelined_memory(rows, d_model, d_hidden, n_experts)
-    assert plain == (4 * (80 + 800), 80_000, 50_000)
-    pipelined = pipelined_memory(rows, d_model, d_hidden, n_experts)
-    assert pipelined.buffers == pipelined.activations == 80_000
-    # of T_DI and T_DO half remains, of T_M a quarter; as much of the buffers
-    assert saved_memory(rows, d_model, d_hidden, n) == 2 * (10_000 + 30_000)
-    assert saving_ratio(rows, d_model, d_hidden, n_experts, n) == 80_000 / (3520 + 160_000)
-    assert saved_memory(rows, d_model, d_hidden, 1) == 0
 
 
 def test_unknown_names_and_speeds_are_refused() -> None:

@@ -13,8 +13,7 @@ namespace {
 // What codes are: two codes in a byte, the low four bits first, or one.
 enum CodeType : int32_t { NIBBLES = 0, E4M3_CODES = 1, INT8_CODES = 2, UINT8_CODES = 3 };
 
-// Types of scales, zero points and factors; the last two are zero points of four or eight rows in a
-// word of 32 bits.
+// Types of scales and factors, and of zero points.
 enum NumberType : int32_t {
     E8M0 = 0,
     E4M3 = 1,
@@ -22,8 +21,7 @@ enum NumberType : int32_t {
     F16 = 3,
     F32 = 4,
     I8 = 5,
-    NIBBLE_ROWS = 6,
-    BYTE_ROWS = 7,
+    I16 = 6,
 };
 
 // Mirrored by `PackedArgs` in packed_kernel.py. Parts are given by their first byte in a record, -1
@@ -34,7 +32,6 @@ struct PackedMatrix {
     int64_t codes, scales, zeros, factor;
     int32_t code_type, scale_type, zero_type, factor_type;
     int32_t divides;             // scales by the factor
-    int32_t zero_less;           // what is subtracted from stored zero points
     float unit;                  // of `values`: they are -128 to 127 times it
     float values[16];            // of codes of four bits
 
@@ -52,7 +49,7 @@ INLINE N number_at(const char* from, int64_t index) {
     return value;
 }
 
-// An element of an array of scales, factors, or zero points with one for each row.
+// An element of an array of scales, factors or zero points.
 INLINE float number(int32_t type, const char* from, int64_t index) {
     switch (type) {
         case E8M0: return e8m0_value(number_at<uint8_t>(from, index));
@@ -60,6 +57,7 @@ INLINE float number(int32_t type, const char* from, int64_t index) {
         case BF16: return from_bits(uint32_t(number_at<uint16_t>(from, index)) << 16);
         case F16: return half_value(number_at<uint16_t>(from, index));
         case I8: return number_at<int8_t>(from, index);
+        case I16: return number_at<int16_t>(from, index);
     }
     return number_at<float>(from, index);
 }
@@ -93,20 +91,12 @@ INLINE void row_scales(const PackedMatrix& matrix, const char* record, int64_t r
     for (int64_t i = 0; i < count; ++i) to[i] = matrix.divides ? to[i] / factor : to[i] * factor;
 }
 
-// Their zero points, in steps.
+// Their zero points.
 INLINE void row_zeros(const PackedMatrix& matrix, const char* record, int64_t row,
                       const Columns& columns, float* to) {
-    const char* from = record + matrix.zeros;
-    const int64_t each = matrix.zero_type == NIBBLE_ROWS ? 8 : matrix.zero_type == BYTE_ROWS ? 4 : 1;
-    const int64_t bits = 32 / each, shift = row % each * bits;
-    const int64_t first = row / each * matrix.groups() + columns.group;
-    for (int64_t i = 0; i < columns.groups; ++i) {
-        if (each == 1)
-            to[i] = number(matrix.zero_type, from, first + i);
-        else
-            to[i] = float(number_at<uint32_t>(from, first + i) >> shift & ((1u << bits) - 1));
-        to[i] -= float(matrix.zero_less);
-    }
+    const int64_t first = row / matrix.row_block * matrix.groups() + columns.group;
+    for (int64_t i = 0; i < columns.groups; ++i)
+        to[i] = number(matrix.zero_type, record + matrix.zeros, first + i);
 }
 
 // Memory for the numbers of a row.

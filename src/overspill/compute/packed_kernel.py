@@ -22,8 +22,7 @@ _NUMBERS = {
     torch.float16: 3,
     torch.float32: 4,
 }
-_ZEROS = {torch.int8: 5}
-_NIBBLE_ROWS, _BYTE_ROWS = 6, 7
+_ZEROS = {torch.int8: 5, torch.int16: 6}
 _INT4 = tuple(float(code - 8) for code in range(16))
 
 
@@ -44,7 +43,6 @@ class PackedArgs(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("code_type", "scale_type", "zero_type", "factor_type", "divides")
         ),
-        ("zero_less", ctypes.c_int32),
         ("unit", ctypes.c_float),
         ("values", ctypes.c_float * 16),
     )
@@ -54,17 +52,13 @@ def packed_args(
     scheme: Scheme, rows: int, columns: int, divides: bool, planes: Mapping[str, Plane]
 ) -> PackedArgs | None:
     """The arguments for a matrix whose rows are the outputs; None if the library does not have its
-    format. `planes` are by the fields of `Parts`."""
+    format. `planes` are by the fields of `Parts` that `PackedMatrix.by_rows` returns."""
     integers = scheme.kind is Kind.INTEGERS
     code_type = _code_type(scheme)
     scales, zeros, factor = planes["scales"], planes.get("zeros"), planes.get("factor")
-    zero_types = _ZEROS
-    if integers and zeros is not None and zeros.dtype == torch.int32:
-        zero_types = {torch.int32: _NIBBLE_ROWS if scheme.bits == 4 else _BYTE_ROWS}
     known = scales.dtype in _NUMBERS and (factor is None or factor.dtype in _NUMBERS)
-    if code_type is None or not known or (zeros is not None and zeros.dtype not in zero_types):
+    if code_type is None or not known or (zeros is not None and zeros.dtype not in _ZEROS):
         return None
-    is_words = zeros is not None and zeros.dtype == torch.int32
     return PackedArgs(
         rows=rows,
         columns=columns,
@@ -76,10 +70,9 @@ def packed_args(
         factor=-1 if factor is None else factor.begin,
         code_type=code_type,
         scale_type=_NUMBERS[scales.dtype],
-        zero_type=0 if zeros is None else zero_types[zeros.dtype],
+        zero_type=0 if zeros is None else _ZEROS[zeros.dtype],
         factor_type=0 if factor is None else _NUMBERS[factor.dtype],
         divides=divides,
-        zero_less=1 << scheme.bits - 1 if is_words else 0,
         unit=1.0 if integers else 0.5,
         values=(ctypes.c_float * 16)(*(_INT4 if integers else E2M1)),
     )

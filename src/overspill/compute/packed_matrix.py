@@ -57,32 +57,41 @@ class PackedMatrix:
     columns: int
     divides: bool = False
     """Scales are divided by the factor."""
+    transposed: bool = False
+    """The plain matrix has inputs as rows, which for stacks of MXFP4 is always so."""
 
     @property
     def is_transposed(self) -> bool:
         """Whether the plain matrix has inputs as rows."""
-        return self.scheme.kind is Kind.MXFP4_STACK
+        return self.transposed or self.scheme.kind is Kind.MXFP4_STACK
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the plain matrix."""
         return (self.columns, self.rows) if self.is_transposed else (self.rows, self.columns)
 
-    def in_rows(self, parts: Parts) -> "tuple[PackedMatrix, Parts]":
-        """The same matrix with codes of columns in their order and outputs as rows, as all formats
-        but GPTQ and AWQ store it. Only for what `check` accepts."""
-        if self.scheme.kind not in _TRANSPOSED:
+    def by_rows(self, parts: Parts) -> "tuple[PackedMatrix, Parts]":
+        """The same values as records hold them: the codes of a row are neighbours, the first of
+        them in the lowest bits, with a row of scales, and signed zero points if there are any. Only
+        integers change, those of GPTQ and AWQ."""
+        bits, kind = self.scheme.bits, self.scheme.kind
+        if parts.zeros is None or kind not in (Kind.INTEGERS, *_TRANSPOSED):
             return self, parts
-        codes = parts.codes.T if self.scheme.kind is Kind.GPTQ else _awq_rows(parts.codes)
-        assert parts.zeros is not None
-        zeros = self._zeros(parts.zeros).sub(1 << self.scheme.bits - 1).to(torch.int8).contiguous()
-        scheme = Scheme(Kind.INTEGERS, self.scheme.block, self.scheme.bits)
-        made = Parts(codes.contiguous(), parts.scales.T.contiguous(), zeros=zeros)
-        return replace(self, scheme=scheme), made
+        codes, scales = parts.codes, parts.scales
+        if kind is Kind.AWQ:
+            codes = _awq_rows(codes)
+        elif kind is Kind.GPTQ:
+            codes = codes.T.contiguous()
+        if kind in _TRANSPOSED:
+            scales = scales.T.contiguous()
+        middle, dtype = 1 << bits - 1, torch.int8 if bits == 4 else torch.int16
+        zeros = (self._zeros(parts.zeros) - middle).to(dtype)
+        scheme = replace(self.scheme, kind=Kind.INTEGERS, zero_offset=0)
+        return replace(self, scheme=scheme), Parts(codes, scales, parts.factor, zeros)
 
     def unpack(self, parts: Parts, out: Tensor, threads: int = 1) -> None:
         """Fills the plain matrix `out`, in its dtype, with as many threads on the CPU."""
-        matrix, parts = self.in_rows(parts)
+        matrix, parts = self.by_rows(parts)
         out = out.T if self.is_transposed else out
         if not matrix._unpack_native(parts, out, threads):
             matrix._unpack_torch(parts, out)
@@ -92,7 +101,7 @@ class PackedMatrix:
         if out.device.type != "cpu":
             return False
         named = ((field.name, getattr(parts, field.name)) for field in fields(parts))
-        tensors = {n: part.contiguous() for n, part in named if part is not None}
+        tensors = {name: part.contiguous() for name, part in named if part is not None}
         planes = {name: Plane(part.data_ptr(), part.dtype) for name, part in tensors.items()}
         args = packed_args(self.scheme, self.rows, self.columns, self.divides, planes)
         return args is not None and unpack_rows(args, out, threads)
@@ -176,9 +185,9 @@ class PackedMatrix:
 
 
 def _awq_rows(words: Tensor) -> Tensor:
-    """[K, N / 8] words of AWQ as [N, K / 8] words of eight columns in their order."""
+    """[K, N / 8] words of AWQ as [N, K / 8] words of eight columns, the first in the lowest bits."""
     repacked = repack_awq(words)
     if repacked is not None:
         return repacked
-    codes = unpack_awq(words).T.to(torch.uint8)
+    codes = unpack_awq(words).to(torch.uint8).T
     return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)

@@ -1,7 +1,7 @@
 """The record of an expert with packed weights: its stored parts, one behind the other."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
+from overspill.hardware.native import has_triton
 
 CODES = "codes"
 _DESCRIBE = ("indices", "size")
@@ -68,14 +69,40 @@ class RecordFormat:
         """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
         threads on the CPU."""
         for piece in self.pieces:
-            size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
-            tensor = out[start : start + math.prod(size)].view(size)
-            rows = tensor[piece.begin : piece.begin + piece.rows]
-            stored = {field: each.of(record) for field, each in piece.stored.items()}
             if piece.matrix is None:
-                rows.copy_(stored[CODES])
+                self.copy_plain(piece, record[None], out[None])
             else:
+                stored = {field: each.of(record) for field, each in piece.stored.items()}
+                rows = self._rows(piece, out[None])[0]
                 piece.matrix.unpack(Parts(**stored), rows, threads)
+
+    def unpack_several(
+        self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
+    ) -> None:
+        """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
+        are the token rows of each expert, and `ends` the same on the device, cumulated: experts
+        without rows may be left out."""
+        kernels = records.is_cuda and has_triton("packed experts")
+        if kernels and torch.cuda.get_device_capability(records.device) >= (8, 0):
+            from overspill.compute import unpack_triton
+
+            unpack_triton.unpack(self, records, out, ends)
+            return
+        for record, weights, count in zip(records, out, counts, strict=True):
+            if count:
+                self.unpack(record, weights, torch.get_num_threads())
+
+    def copy_plain(self, piece: Piece, records: Tensor, out: Tensor) -> None:
+        """Copies a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""
+        stored = piece.stored[CODES]
+        plain = records[:, stored.begin : stored.end].view(stored.dtype)
+        self._rows(piece, out).copy_(plain.unflatten(1, stored.shape))
+
+    def _rows(self, piece: Piece, out: Tensor) -> Tensor:
+        """The place of a piece in flat weights [n, numel]."""
+        size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
+        tensor: Tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
+        return tensor[:, piece.begin : piece.begin + piece.rows]
 
 
 class FormatBuilder:

@@ -26,3 +26,11 @@ class Scheme:
     bits: int = 4
     zero_offset: int = 0
     """What stored zero points lack."""
+
+
+QUANTIZATIONS = {
+    "mxfp4": Scheme(Kind.E2M1, (1, 32)),
+    "int4": Scheme(Kind.INTEGERS, (1, 32)),
+    "fp8": Scheme(Kind.E4M3, (128, 128), 8),
+}
+"""The ways in which Overspill packs plain weights, by the values of `quantize`."""

@@ -68,14 +68,3 @@ class CudaMemory:
 
 def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-def allocation_calls(device: torch.device) -> int:
-    """How often torch has got memory of the device, or pinned memory, from the system. Such a call
-    takes milliseconds, and may wait for the device."""
-    if device.type != "cuda":
-        return 0
-    # not the flat dictionaries: making them takes longer than a small pass
-    on_device = torch.cuda.memory_stats_as_nested_dict(device_index(device))
-    pinned = torch.cuda.host_memory_stats_as_nested_dict()
-    return int(on_device.get("num_device_alloc", 0) + pinned.get("num_host_alloc", 0))

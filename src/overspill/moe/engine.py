@@ -31,6 +31,7 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.model_part import ModelPart
+from overspill.moe.predictor import Observer
 from overspill.moe.rank_rows import Now, RankRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer
@@ -40,7 +41,6 @@ from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
-from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.budget import Placement
 from overspill.plan.homes import spread_homes
 from overspill.plan.usage import Exchange as ExchangedHomes
@@ -109,6 +109,8 @@ class Engine:
             """Objects that have keys and values of the model."""
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
+            self.observer: Observer | None = None
+            """Of the popularity predictor, which learns from passes; None: there is none."""
             undo.pop_all()
 
     def _new_streaming(
@@ -251,15 +253,6 @@ class Engine:
         if streaming is not None and sum(self._store.homes) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
-
-    def loop_back(self, exchange: Exchange) -> None:
-        """From the next pass on, token rows of one process travel through `exchange`, a
-        `LoopbackExchange`: to measure on one GPU what is hidden of an exchange."""
-        if self.ranks is not None or exchange.size > 1:
-            raise ConfigError("rows of several ranks travel already; offload without a mesh")
-        with self.exclusive():
-            placer = RowPlacer(exchange.size, None)
-            self.rank_rows = RankRows(exchange, self._store, placer, self._now)
 
     @property
     def balance(self) -> Balance | None:

@@ -17,7 +17,7 @@ from overspill.models.huggingface.checks import find_folder, has_tokenizer, is_a
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
-from overspill.models.huggingface.recurrent import state_bytes
+from overspill.models.huggingface.recurrent import is_recurrent, state_bytes
 from overspill.models.huggingface.seq2seq import (
     cache_elements,
     check_served,
@@ -94,6 +94,7 @@ def open_source(
     dtype: torch.dtype | str | None,
     adapter: str | os.PathLike[str] | None = None,
     packed: bool = False,
+    quantize: str | None = None,
 ) -> Source:
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
@@ -108,6 +109,12 @@ def open_source(
             raise ConfigError(
                 f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
                 "overspill train; leave it out"
+            )
+        if quantize is not None:
+            raise ConfigError(
+                f"quantize={quantize!r} (--quantize) is for checkpoints of Hugging Face, {path} is "
+                f"a run of overspill train; overspill export {path} OUT --quantize {quantize} "
+                "makes a quantized checkpoint of it"
             )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
@@ -141,7 +148,18 @@ def open_source(
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
-    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora, packed=packed)
+    loaded = load_within(
+        folder,
+        budgets,
+        dtype,
+        False,
+        True,
+        True,
+        {},
+        adapter=lora,
+        packed=packed,
+        quantize=quantize,
+    )
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
     return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)
@@ -223,23 +241,26 @@ def _token_bytes(model: Any, dtype: torch.dtype | str | None) -> int:
     size = kind.itemsize if isinstance(kind, torch.dtype) else 4
     if is_encoder_decoder(model.config):
         return cache_elements(model) * size
+    elements = sum(_key_elements(module) for module in model.get_decoder().modules())
+    if has_states(model) or getattr(text, "kv_lora_rank", None):  # not all layers have such keys
+        return elements * size
     heads = text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None):  # latent attention keeps all heads
-        width = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
-        return int(text.num_hidden_layers * heads * width * size)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    return int(size * max(text.num_hidden_layers * 2 * kv_heads * width, _projected(model)))
+    return int(size * max(text.num_hidden_layers * 2 * kv_heads * width, elements))
 
 
-def _projected(model: Any) -> int:
-    """The sum of the widths of keys and values: they may differ by layer."""
-    total = 0
-    for module in model.get_decoder().modules():
-        k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
-        if isinstance(k, nn.Linear) and isinstance(v, nn.Linear):
-            total += k.out_features + v.out_features
-    return total
+def _key_elements(module: Any) -> int:
+    """The widths of the keys and values of an attention module together; 0 for other modules, and
+    for those whose projections have other names."""
+    if is_recurrent(module):
+        return 0
+    if hasattr(module, "kv_b_proj"):  # latent attention keeps all heads
+        return int(module.num_heads * (module.qk_head_dim + module.v_head_dim))
+    k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)
+    if isinstance(k, nn.Linear) and isinstance(v, nn.Linear):
+        return k.out_features + v.out_features
+    return 0
 
 
 def find_codec(folder: Path) -> Codec | None:

@@ -35,7 +35,7 @@ def has_states(model: Any) -> bool:
     """Whether a model keeps a state of each sequence beside keys and values, in known modules."""
     if isinstance(model, GPTMoE):
         return False
-    config = model.config
+    config = model.config.get_text_config()
     # with a window, MiniMax computes otherwise with its own cache than without
     window = config.model_type == "minimax" and config.sliding_window is not None
     return config.model_type in TYPES and not window

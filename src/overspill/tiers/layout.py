@@ -1,6 +1,7 @@
 """The layout of an expert's records: its weights in one flat buffer, its optimizer states in
 another. Sizes are multiples of ALIGN, as direct I/O requires."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,9 +29,15 @@ class WeightFormat(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
-        threads on the CPU."""
+    def unpack(self, record: Tensor, out: Tensor) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+
+    def unpack_several(
+        self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
+    ) -> None:
+        """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
+        are the token rows of each expert, and `ends` the same on the device, cumulated: experts
+        without rows may be left out."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +89,12 @@ class RecordLayout:
         numel, dtype = self.stored
         return record[..., : numel * dtype.itemsize].view(dtype)
 
-    def unpack(self, stored: Tensor, out: Tensor, threads: int = 1) -> None:
-        """Copies the flat weights of a record into `out` [numel]. Packed ones are unpacked by as
-        many threads on the CPU."""
+    def unpack(self, stored: Tensor, out: Tensor) -> None:
+        """Copies the flat weights of a record into `out` [numel]."""
         if self.format is None:
             out.copy_(stored)
         else:
-            self.format.unpack(stored, out, threads)
+            self.format.unpack(stored, out)
 
     def state(self, record: Tensor, name: str) -> Tensor:
         """One optimizer state inside a state record's bytes."""

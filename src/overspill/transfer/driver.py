@@ -10,7 +10,6 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -166,39 +165,6 @@ def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
     return CudaUploadCalls(driver, stream)
 
 
-class LinkCalls:
-    """The driver's functions as host_link.cpp calls them, and kernels that it launches."""
-
-    def __init__(self, driver: "_Driver", device: torch.device) -> None:
-        self._driver, self._device = driver, device
-        functions = driver.copy, driver.record, driver.stream_waits, driver.launch
-        self.addresses = [ctypes.cast(call, ctypes.c_void_p).value for call in functions]
-
-    @classmethod
-    def of(cls, device: torch.device) -> "LinkCalls":
-        driver = _driver()
-        assert driver is not None
-        return cls(driver, device)
-
-    def load(self, ptx: bytes, names: Sequence[str]) -> list[int | None]:
-        """The kernels with these names, for the device. They are never unloaded."""
-        driver, module, found = self._driver, ctypes.c_void_p(), []
-        with _entered(self._device):
-            code = driver.load_module(ctypes.byref(module), ptx + b"\0")
-            driver.check(code, "load kernels")
-            for name in names:
-                kernel = ctypes.c_void_p()
-                code = driver.find_kernel(ctypes.byref(kernel), module, name.encode())
-                driver.check(code, f"find the kernel {name}")
-                found.append(kernel.value)
-        return found
-
-
-def in_context(device: torch.device) -> AbstractContextManager[object]:
-    """Around calls of the driver from C++."""
-    return _entered(device)
-
-
 def event_handle(event: Event | None) -> int | None:
     """The driver's handle of an event, for the upload thread."""
     assert event is None or isinstance(event, _DriverEvent)
@@ -269,9 +235,6 @@ class _Driver:
         self.query = bind("cuEventQuery", pointer)
         self.current_context = bind("cuCtxGetCurrent", new_pointer)
         self.set_context = bind("cuCtxSetCurrent", pointer)
-        self.load_module = bind("cuModuleLoadData", new_pointer, ctypes.c_char_p)
-        self.find_kernel = bind("cuModuleGetFunction", new_pointer, pointer, ctypes.c_char_p)
-        self.launch = bind("cuLaunchKernel")  # called from C++
         value32 = pointer, address, ctypes.c_uint32, flags
         self.write_value32 = bind("cuStreamWriteValue32_v2", *value32, optional=True)
         self.wait_value32 = bind("cuStreamWaitValue32_v2", *value32, optional=True)

@@ -191,11 +191,6 @@ class Timestamp:
         """Whether the stream has come so far."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> None:
-        """Blocks the calling thread until the stream has come so far."""
-        if self._event is not None:
-            self._event.synchronize()
-
     def seconds_until(self, later: "Timestamp") -> float:
         """Seconds between two timestamps that the stream has passed."""
         if self._event is not None and later._event is not None:

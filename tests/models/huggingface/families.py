@@ -370,6 +370,18 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     _nested(
+        "qwen3_5_moe",
+        "nested, gated shared expert, linear attention",
+        text=LINEAR_AND_FULL,
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": HIDDEN,
+        },
+    ),
+    _nested(
         "muse_spark",
         "nested, a norm after each expert, experts on a projection of the hidden state",
         since="5.22",
@@ -450,6 +462,7 @@ LIKE = {
     "axk2": "deepseek_v32",
     "glm_moe_dsa": "deepseek_v32",
     "qwen3_5_moe_text": "qwen3_next",
+    "qwen3_5_moe": "qwen3_next",
     "granitemoeshared": "granitemoe",
     "granitemoe_swa": "granitemoe",
 }

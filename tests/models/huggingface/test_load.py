@@ -53,6 +53,7 @@ LAYOUTS = (
     "gpt_oss",
     "openai_privacy_filter",
     "qwen3_vl_moe",
+    "qwen3_5_moe",
     "kimi_linear",
     "minimax_m3_vl_text",
     "switch_transformers",

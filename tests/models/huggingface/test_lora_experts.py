@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import overspill
+from bench.loopback import LoopbackExchange, loop_back
 from overspill.core.errors import ConfigError
 from overspill.models.huggingface.expert_adapters import stand_ins
 from overspill.moe.state_dict import placeholders
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.plan.usage import Exchange
 from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
@@ -129,7 +129,7 @@ def test_rows_may_travel_in_groups_of_experts(tmp_path: Path) -> None:
     batch = make_batch(MIXTRAL, plain)
     settings = overspill.Settings(exchange_groups=3, received_rows="keep")
     with offloaded(plain, "host", tmp_path, settings) as twin:
-        twin.overspill.loop_back(LoopbackExchange("cpu"))
+        loop_back(twin.overspill, LoopbackExchange("cpu"))
         theirs, mine = adapt(plain), adapt(twin)
         for model in (theirs, mine):
             model(**batch).loss.backward()

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import overspill
+from bench.loopback import LoopbackExchange
 from overspill.parallel.exchange.collective import CollectiveExchange
 from overspill.parallel.exchange.interface import Exchange, LocalExchange
-from overspill.parallel.exchange.loopback import LoopbackExchange
 from overspill.parallel.exchange.staged import StagedExchange
 from overspill.parallel.ranks import Ranks
 from overspill.transfer.streams import Inject

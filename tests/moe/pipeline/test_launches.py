@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import overspill
+from bench.loopback import LoopbackExchange
 from overspill.compute import grouped
-from overspill.parallel.exchange.loopback import LoopbackExchange
 
 D = 16
 

@@ -5,27 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.models.huggingface.recurrent import TYPES
 from overspill.serve.blocks import BlockPool
 from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.loop import ServingLoop
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
-from tests.models.huggingface.families import FAMILIES
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, decoding, serve
 from tests.serve.models import PROMPTS, plain_generate
 from tests.serve.requests import make_request
 from tests.serve.test_checkpoints import check_greedy
+from tests.serve.test_states import STATEFUL as ALL
 from tests.serve.test_states import plain_model
 from tests.slow import slow_names
 
 pytestmark = INTERPRETED
-STATEFUL = [
-    family.name
-    for family in FAMILIES
-    if family.name in TYPES and family.name != "nemotron_h"  # kernels do not have its activation
-]
+STATEFUL = [name for name in ALL if name != "nemotron_h"]  # kernels do not have its activation
 
 
 @pytest.mark.parametrize("name", slow_names(STATEFUL, *{*STATEFUL} - {"qwen3_next", "kimi_linear"}))

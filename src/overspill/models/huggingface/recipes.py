@@ -102,8 +102,30 @@ class Recipes:
         return keys[0], (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
-    def copies(self) -> bool:
-        """Whether experts are converted while loading, in memory beside their records."""
+    def buffer_bytes(self) -> int:
+        """Memory that `fill` needs beside a record, where experts are converted while loading."""
+        layer = self.layers[0]
+        return 2 * layer.shape.numel * layer.dtype.itemsize if self._copies else 0
+
+    def name(self, expert: ExpertId, number: int) -> str:
+        """The name in the model of a tensor of an expert."""
+        layer = self.layers[expert.layer]
+        return f"{layer.path}.{layer.places(expert.index)[number].name}"
+
+    def dtypes(self, expert: ExpertId) -> tuple[torch.dtype, ...]:
+        """The types of the tensors of an expert in the checkpoint, which hold all its values."""
+        specs, layer = self.folder.specs, self.layers[expert.layer]
+        found = []
+        for place in layer.places(expert.index):
+            sources = self._sources[f"{layer.path}.{place.name}"]
+            keys = [key for keys in sources.keys.values() for key in keys]
+            if sources.converter is not None and sources.merges and place.expert is not None:
+                keys = sources.parts(place.expert)
+            found.append(functools.reduce(torch.promote_types, (specs[key].dtype for key in keys)))
+        return tuple(found)
+
+    @property
+    def _copies(self) -> bool:
         return any(
             (self._lora is not None and self._lora.changes(name))
             or not (sources.converter is None or sources.merges)

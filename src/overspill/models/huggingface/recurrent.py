@@ -191,8 +191,13 @@ def _signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module keeps a state of each sequence."""
+    return type(module).__name__ in _CACHE_ARGUMENTS
+
+
 def _find_modules(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if type(m).__name__ in _CACHE_ARGUMENTS]
+    return [module for module in model.modules() if is_recurrent(module)]
 
 
 def _merge(out: Any, found: Any, rows_NT: Tensor, n_rows: int) -> Any:

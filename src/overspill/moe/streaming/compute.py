@@ -95,6 +95,8 @@ class StreamingCompute(ExpertCompute):
             return None
         layout = self._store.layout
         reason = why_unsupported(layout.dtype, layout.shape, None)
+        if layout.format is not None:
+            reason = "the kernel does not read packed experts"
         if self._store.disk_slots:
             reason = "experts on disk change their host slots"
         if reason is not None:

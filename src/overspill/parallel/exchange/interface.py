@@ -6,7 +6,6 @@ compute stream, and numbers of the host to all ranks.
 | `LocalExchange`      | nowhere: one process computes its own rows               |
 | `CollectiveExchange` | by torch.distributed: NCCL on GPUs, gloo on a CPU        |
 | `StagedExchange`     | through pinned host memory and gloo, in a thread         |
-| `LoopbackExchange`   | through pinned host memory, back to the same process     |
 """
 
 from abc import ABC, abstractmethod

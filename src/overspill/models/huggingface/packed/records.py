@@ -16,8 +16,6 @@ class PackedExperts:
     """Reads experts as a checkpoint stores them. All of them must be packed in the same way, which
     is checked before any memory is allocated."""
 
-    copies = True
-
     def __init__(self, recipes: Recipes) -> None:
         self._recipes, self._folder = recipes, recipes.folder
         layers = recipes.layers
@@ -37,6 +35,11 @@ class PackedExperts:
                         f"{self._folder.folder} packs {names[1]} in another way than {names[0]}, "
                         f"and records of experts must be the same; {_LEAVE_OUT}"
                     )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the largest part of an expert."""
+        return self.format.nbytes
 
     def _format_of(self, expert: ExpertId) -> RecordFormat:
         builder = FormatBuilder(self._recipes.layers[expert.layer].shape)
@@ -58,9 +61,9 @@ class PackedExperts:
         self, expert: ExpertId, tensor: int, key: str, number: int, read: bool
     ) -> tuple[PackedMatrix | None, dict[str, Tensor]]:
         """What records have of a tensor of the checkpoint; without `read` without values."""
-        if key in self._folder.packed:
-            parts = self._folder.read_parts(key, number, read)
-            matrix, parts = self._folder.packed[key].matrix.in_rows(parts)
+        packed = self._folder.packed.get(key)
+        if packed is not None:
+            matrix, parts = packed.matrix.by_rows(self._folder.read_parts(key, number, read))
             return matrix, stored_parts(parts)
         spec = self._folder.specs[key]
         size = self._recipes.layers[expert.layer].shape.sizes[tensor]

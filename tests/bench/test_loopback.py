@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from overspill.transfer import host_link
+from bench import loopback
+from bench.loopback import HostLink, Link, native_copy
 from overspill.transfer.driver import new_event
-from overspill.transfer.host_link import HostLink, Link, native_copy
 
 OUT, IN, HANDOVER, READY, FREE, BEGIN, HOLD, CLOCK = range(11, 19)
 COPY = ctypes.CFUNCTYPE(
@@ -95,7 +95,7 @@ def test_nothing_is_queued_after_a_failure(failing: int) -> None:
 
 def test_kernels_of_the_clock_can_be_compiled_for_gpus_of_capability_7(tmp_path: Path) -> None:
     knobs = pytest.importorskip("triton.knobs")
-    source = Path(host_link.__file__).with_name("clock.ptx")
+    source = Path(loopback.__file__).with_name("clock.ptx")
     command = [knobs.nvidia.ptxas.path, "-arch=sm_75", str(source), "-o", str(tmp_path / "clock")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
