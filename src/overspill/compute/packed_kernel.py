@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from overspill.compute.cpu_kernel import ISA_NAMES, cpu_library
-from overspill.compute.formats import E2M1
+from overspill.compute.formats import E2M1, IQ4_NL
 from overspill.core.packing import Kind, Scheme
 
 # as in cpu_packed.h
@@ -24,6 +24,8 @@ _NUMBERS = {
 }
 _ZEROS = {torch.int8: 5, torch.int16: 6}
 _INT4 = tuple(float(code - 8) for code in range(16))
+_VALUES = {Kind.INTEGERS: (_INT4, 1.0), Kind.IQ4_NL: (IQ4_NL, 1.0)}
+"""The values of codes of four bits and their unit; all others are e2m1."""
 
 
 class Plane(NamedTuple):
@@ -53,7 +55,7 @@ def packed_args(
 ) -> PackedArgs | None:
     """The arguments for a matrix whose rows are the outputs; None if the library does not have its
     format. `planes` are by the fields of `Parts` that `PackedMatrix.by_rows` returns."""
-    integers = scheme.kind is Kind.INTEGERS
+    values, unit = _VALUES.get(scheme.kind, (E2M1, 0.5))
     code_type = _code_type(scheme)
     scales, zeros, factor = planes["scales"], planes.get("zeros"), planes.get("factor")
     known = scales.dtype in _NUMBERS and (factor is None or factor.dtype in _NUMBERS)
@@ -73,14 +75,14 @@ def packed_args(
         zero_type=0 if zeros is None else _ZEROS[zeros.dtype],
         factor_type=0 if factor is None else _NUMBERS[factor.dtype],
         divides=divides,
-        unit=1.0 if integers else 0.5,
-        values=(ctypes.c_float * 16)(*(_INT4 if integers else E2M1)),
+        unit=unit,
+        values=(ctypes.c_float * 16)(*values),
     )
 
 
 def _code_type(scheme: Scheme) -> int | None:
     match scheme.kind:
-        case Kind.MXFP4_STACK | Kind.E2M1:
+        case Kind.MXFP4_STACK | Kind.E2M1 | Kind.IQ4_NL:
             return _NIBBLES
         case Kind.INTEGERS:
             return _NIBBLES if scheme.bits == 4 else _UINT8
