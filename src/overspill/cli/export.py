@@ -1,13 +1,12 @@
 """`overspill export`: converts a trained model to a Hugging Face checkpoint."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from overspill.cli.arguments import complete_model
+from overspill.cli.output import report
 
 _HELP = """Write a run's newest checkpoint as a plain Hugging Face checkpoint.
 
@@ -46,19 +45,14 @@ def _export(
 ) -> None:
     # Importing torch takes seconds: only after the flags are checked.
     from overspill.core.sizes import format_size
-    from overspill.models.progress_bar import TerminalProgress
-    from overspill.train.export import export
+    from overspill.train.export import Exported, export
 
-    bar = TerminalProgress()
-    try:
-        done = export(run.expanduser(), out.expanduser(), tokenizer, progress=bar)
-    finally:
-        bar.stop()
-    if as_json:
-        print(json.dumps(dataclasses.asdict(done)))
-    else:
-        print(
+    def describe(done: Exported) -> str:
+        return (
             f"wrote {done.checkpoint} ({done.parameters:,} parameters) to {done.out} "
             f"({format_size(done.bytes)}): AutoModelForCausalLM.from_pretrained({done.out!r})"
             + ("" if done.model_type == "mixtral" else " after import overspill")
         )
+
+    run, out = run.expanduser(), out.expanduser()
+    report(lambda bar: export(run, out, tokenizer, progress=bar), as_json, describe)

@@ -55,7 +55,7 @@ class BackwardRows(NamedTuple):
 
 
 class WeightGradient(NamedTuple):
-    """Where the gradient of an expert's weights is formed."""
+    """Memory in which the gradient of an expert's weights is formed."""
 
     memory: Tensor
     """Flat, in the order of the expert's record."""

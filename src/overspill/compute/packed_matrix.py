@@ -7,12 +7,15 @@ from torch import Tensor
 
 from overspill.compute.formats import (
     E2M1,
+    IQ4_NL,
+    UNSIGNED,
     decode_e4m3,
     decode_e8m0,
     has_nan,
     scale_groups,
     subtract_groups,
     unpack_awq,
+    unpack_bits,
     unpack_integers,
     unpack_nibbles,
 )
@@ -31,12 +34,16 @@ class Parts:
     codes: Tensor
     scales: Tensor
     factor: Tensor | None = None
-    """Of all scales."""
+    """Of all scales. K-quants have one for each 256 columns, or two: of scales and of minimums."""
     zeros: Tensor | None = None
+    """Codes that stand for zero. K-quants have minimums: their products with the second factor are
+    subtracted from those of codes and scales."""
     indices: Tensor | None = None
     """The group of each column."""
     size: Tensor | None = None
     """Rows and columns."""
+    high: Tensor | None = None
+    """The bits of codes above the fourth."""
 
 
 class BadPart(ValueError):
@@ -92,16 +99,22 @@ class PackedMatrix:
         """Fills the plain matrix `out`, in its dtype."""
         out = out.T if self.is_transposed else out
         codes, scales = parts.codes, self._scales(parts)
-        zeros = None if parts.zeros is None else self._zeros(parts.zeros)
+        k_quant = self.scheme.kind is Kind.K_QUANT
+        zeros = None if parts.zeros is None or k_quant else self._zeros(parts.zeros)
+        minimums = self._minimums(parts) if k_quant else None
         row_block, group = self.scheme.block[0] or self.rows, self.scheme.block[1] or self.columns
         step = max(8, _CHUNK // self.columns // 8 * 8)  # AWQ has eight rows in each int32
         for begin in range(0, self.rows, step):
             rows = slice(begin, min(begin + step, self.rows))
             values = self._values(codes, rows, zeros is not None)
+            if parts.high is not None:
+                self._add_high_bits(values, parts.high[rows])
             if zeros is not None:
                 subtract_groups(values, zeros[rows], group)
             of_rows = torch.arange(rows.start, rows.stop, device=out.device) // row_block
             scale_groups(values, scales[of_rows], group)
+            if minimums is not None:
+                subtract_groups(values, minimums[rows], group)
             out[rows].copy_(values)
 
     def _values(self, codes: Tensor, rows: slice, has_zeros: bool) -> Tensor:
@@ -123,12 +136,39 @@ class PackedMatrix:
                 return unpack_integers(codes[:, rows].T, bits)
             case Kind.AWQ:
                 return unpack_awq(codes[:, rows.start // 8 : rows.stop // 8]).T
+            case Kind.IQ4_NL:
+                return unpack_nibbles(codes[rows], IQ4_NL)
+            case Kind.K_QUANT:
+                return unpack_nibbles(codes[rows], UNSIGNED)
+            case Kind.BLOCKS:
+                raise NotImplementedError("blocks of GGUF are read by models/huggingface/gguf")
+
+    def _add_high_bits(self, values: Tensor, high: Tensor) -> None:
+        """Codes of five bits begin at 0, those of six at -32."""
+        bits = self.scheme.bits - 4
+        values.add_(unpack_bits(high, bits), alpha=16)
+        if bits == 2:
+            values.sub_(32)
+
+    def _minimums(self, parts: Parts) -> Tensor | None:
+        """What K-quants subtract from each group of columns."""
+        if parts.zeros is None or parts.factor is None:
+            return None
+        groups = parts.zeros.unflatten(1, (parts.factor.shape[1], -1)).float()
+        products: Tensor = groups * parts.factor[..., 1:].float()
+        return products.flatten(1)
 
     def _scales(self, parts: Parts) -> Tensor:
         """A row for each block of rows, a column for each group of columns."""
         stored = parts.scales
-        is_power = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        of_bytes = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
+        is_power = of_bytes and self.scheme.kind is not Kind.K_QUANT
         scales = decode_e8m0(stored) if is_power else stored.float()
+        if self.scheme.kind is Kind.K_QUANT:
+            assert parts.factor is not None
+            groups = scales.unflatten(1, (parts.factor.shape[1], -1))
+            products: Tensor = groups * parts.factor[..., :1].float()
+            return products.flatten(1)
         if parts.factor is not None:
             factor = parts.factor.float()
             scales = scales / factor if self.divides else scales * factor
@@ -165,7 +205,9 @@ class PackedMatrix:
                     "gives columns to groups in another order (act-order, desc_act), which is "
                     "not supported",
                 )
-        if not self._scales(parts).isfinite().all():
+        scales = self._scales(parts)
+        minimums = self._minimums(parts) if self.scheme.kind is Kind.K_QUANT else None
+        if not scales.isfinite().all() or (minimums is not None and not minimums.isfinite().all()):
             raise BadPart("scales", "has scales that are infinite or NaN")
         if self.scheme.kind is Kind.E4M3 and has_nan(parts.codes):
             raise BadPart("codes", "has codes that are NaN")

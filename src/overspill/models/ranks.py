@@ -105,8 +105,8 @@ def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
 def facts(
     model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, budgets: Budgets
 ) -> dict[str, str]:
-    """What must be the same on all ranks, so that they make the same calls with the same dense
-    weights."""
+    """Facts that must be the same on all ranks, so that they make the same calls with the same
+    dense weights."""
     settings = budgets.settings
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
