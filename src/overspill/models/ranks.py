@@ -40,6 +40,11 @@ def check_supported(model: nn.Module, settings: Settings) -> None:
         )
     if settings.cpu_experts or settings.cpu_policy is not None:
         raise ConfigError("a mesh does not support cpu_experts yet; turn one of them off")
+    if settings.popularity == "learned":
+        raise ConfigError(
+            "a mesh does not support popularity='learned' (--popularity learned): a rank does not "
+            "see the tokens of others; leave one of them out"
+        )
 
 
 def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
