@@ -67,11 +67,12 @@ def packed_parts(plain: Tensor, matrix: PackedMatrix, name: str) -> dict[str, Te
 
 def check_plain(folder: CheckpointFolder, option: str) -> None:
     """Raises if weights are packed already; `option` would pack them."""
-    if folder.packed:
-        name, packed = next(iter(folder.packed.items()))
+    for name, packed in folder.packed.items():
+        if packed.is_plain:  # of a GGUF file
+            continue
         raise ConfigError(
-            f"{option}: {folder.folder} is quantized already ({name}: {packed.matrix.scheme.kind});"
-            " leave it out, or give the checkpoint in bf16 that it was made from"
+            f"{option}: {folder.folder} is quantized already ({name}: {packed.kind}); leave it "
+            "out, or give the checkpoint in bf16 that it was made from"
         )
 
 
