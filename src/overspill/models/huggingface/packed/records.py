@@ -7,6 +7,7 @@ from overspill.compute.packed_matrix import PackedMatrix
 from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
+from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.recipes import Recipes
 
 _LEAVE_OUT = "load it without packed=True (--packed)"
@@ -16,8 +17,8 @@ class PackedExperts:
     """Reads experts as a checkpoint stores them. All of them must be packed in the same way, which
     is checked before any memory is allocated."""
 
-    def __init__(self, recipes: Recipes) -> None:
-        self._recipes, self._folder = recipes, recipes.folder
+    def __init__(self, recipes: Recipes, folder: CheckpointFolder) -> None:
+        self._recipes, self._folder = recipes, folder
         layers = recipes.layers
         first = ExpertId(0, 0)
         self.format = self._format_of(first)
