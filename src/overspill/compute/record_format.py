@@ -99,7 +99,7 @@ class RecordFormat:
     def _rows(self, piece: Piece, out: Tensor) -> Tensor:
         """The place of a piece in flat weights [n, numel]."""
         size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
-        tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
+        tensor: Tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
         return tensor[:, piece.begin : piece.begin + piece.rows]
 
 

@@ -31,6 +31,7 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.model_part import ModelPart
+from overspill.moe.predictor import Observer
 from overspill.moe.rank_rows import Now, RankRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer
@@ -108,6 +109,8 @@ class Engine:
             """Objects that have keys and values of the model."""
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
+            self.observer: Observer | None = None
+            """Of the popularity predictor, which learns from passes; None: there is none."""
             undo.pop_all()
 
     def _new_streaming(

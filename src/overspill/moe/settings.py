@@ -22,9 +22,10 @@ class Settings:
     """After the first batches, let as many experts live on the GPU as its memory allows; before a
     larger batch some leave it again. Only with mode "auto", and if neither slots nor gpu_experts
     are given."""
-    follow_usage: bool = True
-    """While experts are not trained, let the most used ones of each layer live on the GPU: they
-    exchange places with experts that are used less. Not with activations="keep"."""
+    follow_usage: bool = False
+    """While experts are not trained, let those of each layer live on the GPU that had the most
+    token rows in the last forward: they exchange places with others. Not with
+    activations="keep"."""
     overlap_updates: bool = True
     """Update an expert as soon as its gradient is complete, while backward goes on."""
     overlap_uploads: bool = True

@@ -45,6 +45,9 @@ class ModelSection:
     migrate: Literal["auto", "cpu", "copy"] = "auto"
     """What is done with experts that the mode names ahead: cpu: the CPU loads and computes them;
     copy: they are copied to the GPU; auto: usual for the mode, by the rates of overspill probe."""
+    predictor: Literal["gates", "learned"] | None = None
+    """What names experts of the next layer with --mode lookahead: copies of its gates, the default,
+    or a predictor that learns from prompts and answers."""
     slots: NotNegativeInt | None = None
     """GPU slots for copies of experts, 0 for none; overrides --gpu-memory."""
     cache_policy: Literal["lfu", "lru"] = "lfu"
@@ -105,6 +108,7 @@ class ModelSection:
             cache_policy=self.cache_policy,
             packed=self.packed,
             quantize=self.quantize,
+            predictor=self.predictor,
             settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
         )
 

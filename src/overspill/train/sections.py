@@ -76,8 +76,8 @@ class MemorySection:
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     residency: bool = True
     """Let as many experts live on the GPU as its memory allows."""
-    follow_usage: bool = True
-    """While experts are frozen, let the most used ones live on the GPU."""
+    follow_usage: bool = False
+    """While experts are frozen, let those with the most tokens in the last step live on the GPU."""
     overlap_updates: bool = True
     """Update experts during backward and the next forward."""
     overlap_uploads: bool = True

@@ -143,8 +143,7 @@ def load_within(
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
-            if train or freeze_experts:  # else the others are not trained either
-                cast_routers(model)  # before dense weights are placed
+            cast_routers(model)  # before dense weights are placed
 
             def finish() -> None:
                 made.restore(model)
@@ -272,6 +271,7 @@ def from_config(
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
     budgets.settings.check_model(config.model_type)
     made, model = random_dense(config, dtype, train)
+    cast_routers(model)  # before dense weights are placed
 
     def finish() -> None:
         made.restore(model)
