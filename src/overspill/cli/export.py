@@ -1,7 +1,5 @@
 """`overspill export`: converts a trained model to a Hugging Face checkpoint, and quantizes it."""
 
-import dataclasses
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +7,7 @@ from typing import Annotated
 import typer
 
 from overspill.cli.arguments import complete_model
+from overspill.cli.output import report
 
 _HELP = """Write a run's newest checkpoint as a Hugging Face checkpoint, or a checkpoint quantized.
 
@@ -70,21 +69,19 @@ def _export(
 ) -> None:
     # Importing torch takes seconds: only after the flags are checked.
     from overspill.core.sizes import format_size
-    from overspill.models.progress_bar import TerminalProgress
-    from overspill.train.export import export
+    from overspill.train.export import Exported, export
 
     name = None if quantize is None else quantize.value
-    bar = TerminalProgress()
-    try:
-        done = export(model, out.expanduser(), tokenizer, progress=bar, quantize=name)
-    finally:
-        bar.stop()
-    if as_json:
-        print(json.dumps(dataclasses.asdict(done)))
-    else:
+
+    def describe(done: Exported) -> str:
         packed = f", experts in {name}" if name else ""
-        print(
+        return (
             f"wrote {done.checkpoint} ({done.parameters:,} parameters{packed}) to {done.out} "
             f"({format_size(done.bytes)}): AutoModelForCausalLM.from_pretrained({done.out!r})"
             + (" after import overspill" if done.model_type == "overspill_gpt" else "")
         )
+
+    out = out.expanduser()
+    report(
+        lambda bar: export(model, out, tokenizer, progress=bar, quantize=name), as_json, describe
+    )

@@ -65,14 +65,16 @@ class RecordFormat:
     def is_packed(self) -> bool:
         return any(piece.matrix is not None for piece in self.pieces)
 
-    def unpack(self, record: Tensor, out: Tensor) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+    def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        threads on the CPU."""
         for piece in self.pieces:
             if piece.matrix is None:
                 self.copy_plain(piece, record[None], out[None])
             else:
                 stored = {field: each.of(record) for field, each in piece.stored.items()}
-                piece.matrix.unpack(Parts(**stored), self._rows(piece, out[None])[0])
+                rows = self._rows(piece, out[None])[0]
+                piece.matrix.unpack(Parts(**stored), rows, threads)
 
     def unpack_several(
         self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
@@ -88,7 +90,7 @@ class RecordFormat:
             return
         for record, weights, count in zip(records, out, counts, strict=True):
             if count:
-                self.unpack(record, weights)
+                self.unpack(record, weights, torch.get_num_threads())
 
     def copy_plain(self, piece: Piece, records: Tensor, out: Tensor) -> None:
         """Copies a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""

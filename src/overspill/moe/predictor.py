@@ -14,7 +14,7 @@ Shapes: L layers, N tokens, D model, E experts, K top-k, A distances.
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -270,7 +270,7 @@ class Observer:
     def __init__(
         self,
         predictor: Predictor,
-        starts: Sequence[int] = (),
+        starts: Collection[int] = (),
         pace: LearningPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -315,6 +315,14 @@ class Observer:
             self._collected = list(zip(x_LBD, ids_LBK, strict=True))
             self._learn(first)
             self._collected = []
+
+    def later_layers(self, layer: int) -> Iterator[tuple[int, int]]:
+        """The layers whose experts can be predicted in this one, with their distances."""
+        for distance in self.predictor.distances:
+            later = layer + distance
+            between = range(layer + 1, later + 1)
+            if later < self.predictor.n_layers and self._starts.isdisjoint(between):
+                yield later, distance
 
     def _may_learn(self) -> bool:
         while self._running:

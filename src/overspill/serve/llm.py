@@ -267,7 +267,7 @@ class LLM:
         self._loop.restart()
 
     def stats(self) -> dict[str, Any]:
-        """What was served so far, and where the experts are. It waits for no batch."""
+        """Return counters of requests and tokens, and the places of experts. Waits for no batch."""
         stats, engine = self._loop.stats, self.model.overspill
         pool, scheduler = self._loop.scheduler.pool, self._loop.scheduler
         waits = sorted(stats.waits)

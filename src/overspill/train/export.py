@@ -123,6 +123,11 @@ def _export_checkpoint(
     source = find_folder(checkpoint)
     config = read_config(source)
     with CheckpointFolder(source) as tensors:
+        if tensors.gguf is not None:
+            raise ConfigError(
+                f"--quantize {quantize}: {tensors.gguf} is a GGUF file; give the checkpoint in "
+                "safetensors that it was made from"
+            )
         check_plain(tensors, f"--quantize {quantize}")
         files: dict[str, list[str]] = {str(file.relative_to(source)): [] for file in tensors.files}
         for name in tensors.specs:

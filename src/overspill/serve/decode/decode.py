@@ -104,10 +104,11 @@ class Decode:
         self._n_learned = 0
         if learns and engine.n_layers > 1:
             # it may be trained with one
-            self._observer = engine.observer or new_observer(model, distances=(1,))
+            known = engine.popularity.observer
+            self._observer = known or new_observer(model, distances=(1,))
             self._n_learned = self._observer.predictor.learned_tokens
-            self._owns_observer = engine.observer is None
-            engine.observer = self._observer  # of prompts
+            self._owns_observer = known is None
+            engine.popularity.observer = self._observer  # of prompts
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
         if activation is not None and form_of(activation, engine.shape.gated) is None:
@@ -337,7 +338,7 @@ class Decode:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # a step may wait for the CPU
         if self._observer is not None and self._owns_observer:
-            self._engine.observer = None
+            self._engine.popularity.observer = None
             if self._observer.predictor.learned_tokens != self._n_learned:
                 save_predictor(self._model, self._observer.predictor)
         self._graphs.clear()
