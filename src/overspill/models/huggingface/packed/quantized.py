@@ -63,12 +63,12 @@ def quantize_matrix(plain: Tensor, matrix: PackedMatrix, name: str) -> Parts:
 
 def check_plain(folder: Tensors, option: str) -> None:
     """Raises if weights are packed already; `option` would pack them."""
-    if folder.packed:
-        name, packed = next(iter(folder.packed.items()))
-        raise ConfigError(
-            f"{option}: {folder.folder} is quantized already ({name}: {packed.matrix.scheme.kind});"
-            " leave it out, or give the checkpoint in bf16 that it was made from"
-        )
+    for name, packed in folder.packed.items():
+        if not packed.is_plain:
+            raise ConfigError(
+                f"{option}: {folder.folder} is quantized already ({name}: {packed.kind}); leave it "
+                "out, or give the checkpoint in bf16 that it was made from"
+            )
 
 
 def quantized_format(recipes: Recipes, name: str) -> RecordFormat:
