@@ -14,6 +14,7 @@ from overspill.compute.record_format import (
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.packing import Kind
+from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.recipes import Recipes
 
 _LEAVE_OUT = "load it without packed=True (--packed)"
@@ -23,8 +24,8 @@ class PackedExperts:
     """Reads experts as a checkpoint stores them. All of a layer must be packed in the same way, as
     is checked before any memory is allocated."""
 
-    def __init__(self, recipes: Recipes) -> None:
-        self._recipes, self._folder = recipes, recipes.folder
+    def __init__(self, recipes: Recipes, folder: CheckpointFolder) -> None:
+        self._recipes, self._folder = recipes, folder
         formats = [self._format_of_layer(layer) for layer in range(len(recipes.layers))]
         same = all(format == formats[0] for format in formats)
         self.format: RecordFormat | MixedFormat = (
