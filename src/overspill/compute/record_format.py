@@ -100,7 +100,8 @@ class RecordFormat:
         """The place of a piece in flat weights [n, numel]."""
         size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
         tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
-        return tensor[:, piece.begin : piece.begin + piece.rows]
+        rows: Tensor = tensor[:, piece.begin : piece.begin + piece.rows]
+        return rows
 
 
 class FormatBuilder:

@@ -3,7 +3,10 @@
 import numpy as np
 import torch
 
+from overspill.compute.activation import Activation, Form, form_of
 from overspill.compute.decode.constants import ABSENT
+from overspill.compute.decode.packing import PackedRecords, packed_records, why_not_packed
+from overspill.compute.record_format import RecordFormat
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask
 from overspill.serve.decode.staging import Staging
@@ -19,8 +22,12 @@ class ExpertTable:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         shape = engine.n_layers, engine.n_experts
-        self.base = torch.empty(8, dtype=engine.dtype, device=engine.device)
+        # aligned like records
+        self.base = torch.empty(64, dtype=engine.layout.stored[1], device=engine.device)
         """Offsets are relative to it, in elements."""
+        assert engine.layout.format is None or isinstance(engine.layout.format, RecordFormat)
+        self._format = engine.layout.format
+        self._packed: dict[Form, PackedRecords] = {}
         self.offsets = torch.full(shape, ABSENT, device=engine.device)
         self.pinned = torch.full(shape, ABSENT, device=engine.device)
         """Where experts are in host memory, as the device finds them."""
@@ -34,6 +41,18 @@ class ExpertTable:
         """Which experts are on the device, by layer and id."""
         present: Mask = self._numbers != ABSENT
         return present
+
+    def why_not_packed(self, activation: Activation | None) -> str | None:
+        """Why kernels cannot read packed experts; None if they can, or need not."""
+        format, form = self._format, form_of(activation, self._engine.shape.gated)
+        return None if format is None or form is None else why_not_packed(format, form)
+
+    def packed(self, form: Form) -> PackedRecords | None:
+        """How kernels read records of packed experts with this activation; None if they are
+        plain."""
+        if form not in self._packed and self._format is not None:
+            self._packed[form] = packed_records(self._format, form, self.base)
+        return self._packed.get(form)
 
     def set(self, layer: int, expert: int, address: int | None) -> None:
         self._numbers[layer, expert] = self._offset(address)

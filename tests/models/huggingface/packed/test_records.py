@@ -115,9 +115,7 @@ def test_experts_move_between_host_and_device(pairs: Pairs) -> None:
     engine.close()
 
 
-def test_what_cannot_stay_packed_is_refused(
-    pairs: Pairs, tmp_path: Path
-) -> None:
+def test_what_cannot_stay_packed_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     folder = pairs["int4"].packed
     given = {"packed": True, "device": "cpu", "quiet": True, "progress": False}
     with pytest.raises(ConfigError, match=r"packed=True .* cannot be trained; give freeze_exp"):
