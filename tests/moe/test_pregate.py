@@ -440,7 +440,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch, announced: bool) -> int:
         device="cpu",
         quiet=True,
         progress=False,
-        settings=overspill.Settings(residency=False, follow_usage=False),
+        settings=overspill.Settings(residency=False),
     )
     engine, generator = model.overspill, torch.Generator().manual_seed(0)
     if not announced:

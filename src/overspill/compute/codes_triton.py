@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.packed_matrix import PackedMatrix
 from overspill.compute.record_format import CODES, Piece
 from overspill.core.packing import Kind
 
@@ -106,6 +107,11 @@ def planes_of(piece: Piece, records: Tensor) -> Planes:
         return records.view(stored.dtype)
 
     return Planes(records, view("scales"), view("zeros"), view("factor"))
+
+
+def is_supported(matrix: PackedMatrix) -> bool:
+    """Whether kernels can read the matrix."""
+    return matrix.scheme.kind in _CODES
 
 
 @triton.jit

@@ -76,8 +76,8 @@ class MemorySection:
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     residency: bool = True
     """Let as many experts live on the GPU as its memory allows."""
-    follow_usage: bool = True
-    """While experts are frozen, let the most used ones live on the GPU."""
+    follow_usage: bool = False
+    """While experts are frozen, let those with the most tokens in the last step live on the GPU."""
     overlap_updates: bool = True
     """Update experts during backward and the next forward."""
     overlap_uploads: bool = True
@@ -91,6 +91,9 @@ class MemorySection:
     is faster than uploading them to a GPU."""
     cpu_training: bool = False
     """With --cpu-experts: also experts that are trained, with the gradients of their weights."""
+    popularity: Literal["history", "learned"] = "history"
+    """How the token rows of experts of later layers are expected, for uploads ahead and for
+    --cpu-experts: as in the last batches, or by a predictor that learns, where it is closer."""
     threads: Count | None = None
     """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four, at least
     three quarters of them."""

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.activation import Form, Function
-from overspill.compute.codes_triton import Matrix, Planes, matrix_of, planes_of
+from overspill.compute.codes_triton import Matrix, Planes, is_supported, matrix_of, planes_of
 from overspill.compute.record_format import CODES, Piece, RecordFormat
 
 
@@ -49,7 +49,9 @@ def why_not_packed(format: RecordFormat, form: Form) -> str | None:
         return "matrices that are divided"
     for piece in (*w_in, *w_out):
         if piece.matrix is None:
-            return "some matrices are not packed"
+            return "some matrices that are not packed"
+        if not is_supported(piece.matrix):
+            return piece.matrix.scheme.kind.value
         each = 32 // matrix_of(piece).bits
         if piece.matrix.columns % each or matrix_of(piece).group % each:
             return f"{piece.matrix.columns} columns, or groups of them, are no multiples of {each}"

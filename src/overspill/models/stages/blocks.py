@@ -85,9 +85,9 @@ class StagedBlocks:
     def run(
         self, blocks: range, incoming: Sequence[Tensor] | None, forward: Callable[[], Any]
     ) -> list[Tensor] | Any:
-        """What passes from `blocks` to the next ones, or what `forward` returns if they are the
-        last: the hidden states, and the logits of all routers so far if the model records them.
-        `incoming` is the same from the blocks before; None for the first ones."""
+        """Return the tensors that pass from `blocks` to the next ones, or the result of `forward`
+        if they are the last: the hidden states, and the logits of all routers so far if the model
+        records them. `incoming` is the same from the blocks before; None for the first ones."""
         self._local.running = (blocks, incoming)
         try:
             result = forward()
