@@ -32,6 +32,7 @@ from overspill.core.garbage import short_collections
 from overspill.models.config import GPTConfig
 from overspill.models.predictor import new_observer, predictor_file
 from overspill.moe.predictor import Accuracy, Predictor
+from overspill.plan.popularity import expert_accuracy, rarest
 from overspill.serve.decode import step
 from overspill.simulate import routed_by
 
@@ -108,28 +109,35 @@ def train(model: Any, text: Text, steps: int, sequences: int, lr: float = 1e-3) 
 
 
 @torch.no_grad()
-def judge(model: Any, predictor: Predictor, text: Text, sequences: int) -> dict[int, Accuracy]:
-    """Of weights that do not change: they are put back after each batch, which is judged first."""
-    kept = {name: tensor.clone() for name, tensor in predictor.tensors().items()}
-    tokens_before = predictor.learned_tokens
-    predictor._scores_A4.zero_()
+def judge(model: Any, predictor: Predictor, batches: list[Tensor]) -> dict[int, Accuracy]:
+    """The accuracies by distance, means over batches and layers."""
     layers = model.moe_layers()
-    for _ in range(4):
+    n_experts = layers[0].n_experts
+    found: dict[int, list[tuple[float, float]]] = {a: [] for a in predictor.distances}
+    for tokens in batches:
         seen: list[tuple[Tensor, Tensor]] = []
 
         def see(_: Any, args: Any, output: Any, seen: list[Any] = seen) -> None:
             seen.append((args[0].detach().clone(), output.expert_ids_TK))
 
         handles = [layer.router.register_forward_hook(see) for layer in layers]
-        model(text.batch(sequences, held_out=True)[:, :-1])
+        model(tokens[:, :-1])
         for handle in handles:
             handle.remove()
-        inputs, ids = zip(*seen, strict=True)
-        predictor.learn(0, inputs, ids)
-        predictor.load(kept, tokens_before)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return predictor.accuracies()
+        for a, scores in found.items():
+            for number, (x_TD, _) in enumerate(seen[:-a]):
+                real_TK = seen[number + a][1]
+                named_TK = predictor.predict(number, x_TD, a, real_TK.shape[1])
+                right = (real_TK[:, :, None] == named_TK[:, None]).any(-1).double().mean()
+                rows, real = (
+                    torch.bincount(each.flatten(), minlength=n_experts).tolist()
+                    for each in (named_TK, real_TK)
+                )
+                scores.append((float(right), expert_accuracy(rows, real, *rarest(n_experts))))
+    return {
+        a: Accuracy(*(statistics.fmean(each) for each in zip(*scores, strict=True)))
+        for a, scores in found.items()
+    }
 
 
 def run_trained(n_experts: int, args: argparse.Namespace, table: list[dict[str, Any]]) -> Judged:
@@ -144,8 +152,10 @@ def run_trained(n_experts: int, args: argparse.Namespace, table: list[dict[str, 
     assert observer is not None
     share = observer.pace.seconds / sum(seconds)
     model.eval()
-    learned = judge(model, observer.predictor, text, args.batch)
-    gates = judge(model, new_observer(model, (1, 2)).predictor, text, args.batch)
+    batches = [text.batch(args.batch, held_out=True) for _ in range(4)]
+    learned = judge(model, observer.predictor, batches)
+    predictor_file(model).unlink(missing_ok=True)
+    gates = judge(model, new_observer(model, (1, 2)).predictor, batches)
     for name, accuracies in (("copied gates", gates), ("learned", learned)):
         for distance, (tokens, experts) in accuracies.items():
             table.append({
@@ -268,22 +278,20 @@ def row(work: str, name: str, found: Served) -> dict[str, Any]:
 @contextmanager
 def guessed(share: float) -> Iterator[None]:
     """Within it, of the experts that a decoding step with replayed routing names ahead, this share
-    is right; others take the places of the rest. What would have named them is computed too."""
+    is right; others take the places of the rest. The kernels that would name them run too."""
     plain = step._Routing.guess
 
     def guess(self: Any, layer: int) -> Tensor:
         given, self._given = self._given, False
-        named = plain(self, layer)
+        plain(self, layer)
         self._given = given
         ids = self._ids_LBK[layer]
         places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
         number = self._batch.positions[:, None] * 7919 + places * 104_729 + layer * 1_299_709
         number = (number * 48_271 % 2_147_483_647) % 10_000
-        wrong = (ids + 1 + number % (self._step.table.offsets.shape[1] - 1)) % (
-            self._step.table.offsets.shape[1]
-        )
-        found = torch.where(number < 10_000 * share, ids, wrong).to(torch.int32)
-        return torch.where(named < 0, named, found)  # never; it keeps the product
+        n_experts = self._step.table.offsets.shape[1]
+        wrong = (ids + 1 + number % (n_experts - 1)) % n_experts
+        return torch.where(number < 10_000 * share, ids, wrong).to(torch.int32)
 
     step._Routing.guess = guess  # type: ignore[method-assign]
     try:
@@ -366,11 +374,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss, for W2")
     parser.add_argument("--disk", type=Path, help="folder for experts of W2")
-    parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--host-steps", type=int, default=60, help="with experts in host memory")
+    parser.add_argument("--steps", type=int, default=200, help="of training")
+    parser.add_argument("--host-steps", type=int, default=36, help="with experts in host memory")
     parser.add_argument("--batch", type=int, default=32, help="sequences of 256 tokens")
-    parser.add_argument("--tokens", type=int, default=150)
-    parser.add_argument("--tokens-on-disk", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--tokens-on-disk", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, no record")
     parser.add_argument("--out", type=Path, default=None)
@@ -382,8 +390,9 @@ def main() -> None:
         raise SystemExit("this needs a GPU and --routing; --smoke runs tiny sizes on the CPU")
     table: list[dict[str, Any]] = []
     began = time.perf_counter()
-    judged = {n_experts: run_trained(n_experts, args, table) for n_experts in MODELS}
-    served = run_w2(judged[MODELS[-1]], args, table)
+    models = MODELS[:1] if args.smoke else MODELS
+    judged = {n_experts: run_trained(n_experts, args, table) for n_experts in models}
+    served = run_w2(judged[models[-1]], args, table)
     for line in table:
         print(" | ".join(str(value) for value in line.values() if value is not None))
     print(f"{time.perf_counter() - began:.0f} s")
