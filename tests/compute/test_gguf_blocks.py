@@ -37,7 +37,8 @@ def test_all_codes_and_all_finite_factors(kind: str, rows: int, n_blocks: int, s
     if kind == "MXFP4":
         blocks[..., 0] %= 255
     flat = blocks.reshape(rows, -1)
-    expected = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
+    with np.errstate(over="ignore"):  # of the largest codes and scales of MXFP4
+        expected = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
     if kind in ("Q4_K", "Q5_K") and not np.isfinite(expected).all():
         return
     # plus zero: gguf loses the sign of a negative zero of MXFP4

@@ -63,14 +63,17 @@ CASES = {
 }
 
 
-def make_case(case: Case, path: Path, **split: int) -> tuple[Family, Any]:
-    """Writes the file; returns the family, and the model with the values that are stored."""
+def make_case(
+    case: Case, path: Path, choose: Choose | None = None, **split: int
+) -> tuple[Family, Any]:
+    """Writes the file; returns the family, and the model with the values that are stored. `choose`
+    may give tensors other types than the case."""
     inner = "moe_intermediate_size" in tiny(case.model_type).to_dict()
     sizes = {"hidden_size": 64} | ({"moe_intermediate_size": 32} if inner else {})
     sizes |= {"intermediate_size": 64 if inner else 32}
     family = Family(case.model_type, lambda: tiny(case.model_type, **(sizes | case.config)))
     model: Any = make_model(family).eval()
-    write_gguf(model, path, _choose(case), case.fused, **split)
+    write_gguf(model, path, choose or _choose(case), case.fused, **split)
     return family, model
 
 
@@ -89,5 +92,5 @@ def _choose(case: Case) -> Choose:
 
 
 def load(path: Path, mode: str = "host", **more: Any) -> Any:
-    given = {"dtype": torch.float32, "train": False} | more
-    return overspill.load(path, **budgets(mode, path.parent / "spill"), **given)
+    given = budgets(mode, path.parent / "spill") | {"dtype": torch.float32, "train": False}
+    return overspill.load(path, **(given | more))

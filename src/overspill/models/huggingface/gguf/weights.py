@@ -89,6 +89,11 @@ class GgufTensor(PackedTensor):
         return self.plain_shape
 
     @property
+    def kind(self) -> str:
+        kinds = sorted({source.stored.type for source in self.sources})
+        return f"type {' and '.join(kinds)}"
+
+    @property
     def is_plain(self) -> bool:
         return all(source.stored.type in FLOATS for source in self.sources)
 
