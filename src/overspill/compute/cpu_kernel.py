@@ -55,7 +55,7 @@ class BackwardRows(NamedTuple):
 
 
 class WeightGradient(NamedTuple):
-    """Where the gradient of an expert's weights is formed."""
+    """Memory in which the gradient of an expert's weights is formed."""
 
     memory: Tensor
     """Flat, in the order of the expert's record."""
@@ -256,6 +256,11 @@ def cpu_library() -> ctypes.CDLL | None:
         "cpu_isa": (ctypes.c_char_p, []),
         "compute": (None, [args]),
         "read": (ctypes.c_uint64, [pointer, ctypes.c_int64, ctypes.c_int]),
+        "unpack": (
+            None,
+            [pointer, pointer, pointer, *[ctypes.c_int64] * 2, *[ctypes.c_int32] * 3],
+        ),
+        "repack_awq": (None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer]),
         "runner_new": (pointer, []),
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),

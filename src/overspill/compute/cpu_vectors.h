@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "cpu_math.h"
+#include "cpu_codes.h"
 
 namespace {
 
@@ -280,6 +280,7 @@ INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, in
 #define DEFINE_ISA(NAME, TARGET, LANES)                                         \
     template <class T>                                                          \
     struct NAME {                                                               \
+        using Codes = NAME##Codes;                                              \
         FOR_ISA(nt, TARGET, (nt_body<T, LANES>))                                \
         FOR_ISA(nn, TARGET, (nn_body<T, LANES>))                                \
         FOR_ISA(tn, TARGET, (tn_body<T, LANES>))                                \
@@ -292,6 +293,9 @@ INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, in
         FOR_ISA(add_scaled, TARGET, add_scaled_body<T>)                         \
         FOR_ISA(dot, TARGET, dot_body<T>)                                       \
         FOR_ISA(read, TARGET, read_body)                                        \
+        FOR_ISA(scale_tables, TARGET, scale_tables_body<T>)                     \
+        FOR_ISA(scale_groups, TARGET, scale_groups_body<T>)                     \
+        FOR_ISA(read_integers, TARGET, read_integers_body)                      \
     };
 
 DEFINE_ISA(Generic, , 4)

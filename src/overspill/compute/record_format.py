@@ -65,14 +65,20 @@ class RecordFormat:
     def is_packed(self) -> bool:
         return any(piece.matrix is not None for piece in self.pieces)
 
-    def unpack(self, record: Tensor, out: Tensor) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+    def of_layer(self, layer: int) -> "RecordFormat":
+        """The same in all layers."""
+        return self
+
+    def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        threads on the CPU."""
         for piece in self.pieces:
             if piece.matrix is None:
                 self.copy_plain(piece, record[None], out[None])
             else:
                 stored = {field: each.of(record) for field, each in piece.stored.items()}
-                piece.matrix.unpack(Parts(**stored), self._rows(piece, out[None])[0])
+                rows = self._rows(piece, out[None])[0]
+                piece.matrix.unpack(Parts(**stored), rows, threads)
 
     def unpack_several(
         self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
@@ -84,11 +90,12 @@ class RecordFormat:
         if kernels and torch.cuda.get_device_capability(records.device) >= (8, 0):
             from overspill.compute import unpack_triton
 
-            unpack_triton.unpack(self, records, out, ends)
-            return
+            if unpack_triton.is_supported(self):
+                unpack_triton.unpack(self, records, out, ends)
+                return
         for record, weights, count in zip(records, out, counts, strict=True):
             if count:
-                self.unpack(record, weights)
+                self.unpack(record, weights, torch.get_num_threads())
 
     def copy_plain(self, piece: Piece, records: Tensor, out: Tensor) -> None:
         """Copies a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""
@@ -101,6 +108,20 @@ class RecordFormat:
         size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
         tensor: Tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
         return tensor[:, piece.begin : piece.begin + piece.rows]
+
+
+@dataclass(frozen=True)
+class MixedFormat:
+    """Records whose content differs by layer. All have the size of the largest."""
+
+    layers: tuple[RecordFormat, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return max(format.nbytes for format in self.layers)
+
+    def of_layer(self, layer: int) -> RecordFormat:
+        return self.layers[layer]
 
 
 class FormatBuilder:

@@ -14,6 +14,9 @@ class Kind(StrEnum):
     INTEGERS = "integers packed in int32 (weight_packed)"
     GPTQ = "GPTQ (qweight, g_idx)"
     AWQ = "AWQ (qweight)"
+    IQ4_NL = "IQ4_NL of GGUF"
+    K_QUANT = "Q4_K, Q5_K or Q6_K of GGUF"
+    BLOCKS = "blocks of GGUF"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _BUFFERS = 3 << 29
 
 
 class ExpertSource(Protocol):
-    """Where weights of experts come from, if not from the model."""
+    """Source of the weights of experts other than the model."""
 
     @property
     def format(self) -> WeightFormat | None:

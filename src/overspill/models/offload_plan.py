@@ -25,13 +25,13 @@ from overspill.tiers.layout import RecordLayout, WeightFormat
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What an engine is made of."""
+    """Parts from which an engine is made."""
 
     part: ModelPart
     layout: RecordLayout
     placement: Placement
     settings: Settings
-    """Those of this rank."""
+    """Settings of this rank."""
     gpu_memory: int | None
     """The budget of the GPU in bytes; None: the model shares what is free."""
 
@@ -83,7 +83,7 @@ def _sizes(
     frozen: bool,
     device: torch.device,
 ) -> ModelSizes:
-    """What is frozen has neither gradients nor optimizer states; `frozen` are all experts."""
+    """Frozen parameters have neither gradients nor optimizer states; `frozen`: all experts are."""
     training = model.training
     blocks = dense_blocks(model, set(map(id, experts)))
     dense_states = 0

@@ -40,6 +40,11 @@ def check_supported(model: nn.Module, settings: Settings) -> None:
         )
     if settings.cpu_experts or settings.cpu_policy is not None:
         raise ConfigError("a mesh does not support cpu_experts yet; turn one of them off")
+    if settings.popularity == "learned":
+        raise ConfigError(
+            "a mesh does not support popularity='learned' (--popularity learned): a rank does not "
+            "see the tokens of others; leave one of them out"
+        )
 
 
 def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
@@ -100,8 +105,8 @@ def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
 def facts(
     model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, budgets: Budgets
 ) -> dict[str, str]:
-    """What must be the same on all ranks, so that they make the same calls with the same dense
-    weights."""
+    """Facts that must be the same on all ranks, so that they make the same calls with the same
+    dense weights."""
     settings = budgets.settings
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]

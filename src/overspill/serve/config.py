@@ -43,7 +43,7 @@ class ModelSection:
     copy what is missing: when it is needed, all of the next layer, what its router would choose
     now, or what pre-gates have chosen."""
     migrate: Literal["auto", "cpu", "copy"] = "auto"
-    """What is done with experts that the mode names ahead: cpu: the CPU loads and computes them;
+    """Treatment of experts that the mode names ahead: cpu: the CPU loads and computes them;
     copy: they are copied to the GPU; auto: usual for the mode, by the rates of overspill probe."""
     predictor: Literal["gates", "learned"] | None = None
     """What names experts of the next layer with --mode lookahead: copies of its gates, the default,

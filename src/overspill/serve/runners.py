@@ -78,7 +78,7 @@ class Runner(abc.ABC):
         """Nothing is computed for a while."""
 
     def stats(self) -> dict[str, Any]:
-        """What was found where, if that is known."""
+        """Return counters of experts by the place where they were found, if known."""
         return {}
 
     def take_spans(self) -> list[TraceSpan]:

@@ -1,4 +1,4 @@
-"""What is served: a checkpoint, the folder of a run, or a model that is loaded already."""
+"""Source of the served model: a checkpoint, a run, or a model that is loaded already."""
 
 import os
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from overspill.models.huggingface.seq2seq import (
     is_encoder_decoder,
 )
 from overspill.models.huggingface.skeleton import meta_model, model_class
+from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.serve.support import has_states
 from overspill.serve.text import Codec, TransformersCodec
 from overspill.train.run_folder import is_run
@@ -36,7 +37,7 @@ _CACHE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What keys and values are needed for."""
+    """Request for memory for keys and values."""
 
     context: int
     max_batch: int
@@ -129,7 +130,7 @@ def open_source(
         _use_all(run_model, budgets, asked.bytes(n_blocks, token_bytes))
         ends = trained.codec.ends
         return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)
-    folder = find_folder(path if path.is_dir() else model)
+    folder = find_folder(path if path.exists() else model)
     lora = None if adapter is None else find_adapter(adapter)
     if is_adapter(folder):
         if lora is not None:
@@ -184,7 +185,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         _check_generates(type(model))
         token_bytes = _token_bytes(model, engine.dtype)
         folder = Path(model.config.name_or_path or "/nowhere")
-        codec = find_codec(folder) if folder.is_dir() else None
+        codec = find_codec(folder) if folder.exists() else None
         ends = _ends(model, codec)
     use = engine.gpu_use()
     free = available_memory() if use is None else use["budget"]
@@ -220,7 +221,7 @@ def _within(asked: CacheRequest, positions: int | None) -> CacheRequest:
 
 
 def _asked_of(config: Any, where: object, asked: CacheRequest) -> CacheRequest:
-    """What a model of transformers needs of what was asked."""
+    """Return the part of the request that fits a model of transformers."""
     if is_encoder_decoder(config):
         check_served(config, where)
         asked = replace(asked, with_source=True)
@@ -267,10 +268,8 @@ def find_codec(folder: Path) -> Codec | None:
     """The tokenizer in a checkpoint's folder; None if there is none."""
     if not has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return TransformersCodec(AutoTokenizer.from_pretrained(folder))
+        return TransformersCodec(open_tokenizer(folder))
     except Exception as error:  # transformers raises many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"the tokenizer in {folder} cannot be read ({reason})") from error

@@ -98,6 +98,9 @@ class MemorySection:
     is faster than uploading them to a GPU."""
     cpu_training: bool = False
     """With --cpu-experts: also experts that are trained, with the gradients of their weights."""
+    popularity: Literal["history", "learned"] = "history"
+    """How the token rows of experts of later layers are expected, for uploads ahead and for
+    --cpu-experts: as in the last batches, or by a predictor that learns, where it is closer."""
     threads: Count | None = None
     """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four, at least
     three quarters of them."""

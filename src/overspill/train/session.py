@@ -27,7 +27,7 @@ from overspill.train.team import Team
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SWITCHES = (
     "residency", "follow_usage", "overlap_updates", "overlap_uploads", "waves", "activations",
-    "cpu_experts", "cpu_training", "threads", "placement",
+    "cpu_experts", "cpu_training", "popularity", "threads", "placement",
 )  # fmt: skip
 """Settings of the engine that are also flags, with the same name."""
 

@@ -74,7 +74,7 @@ def served(
 
 
 def observer_of(made: Decoding) -> Observer:
-    found: Observer | None = made.model.overspill.observer
+    found: Observer | None = made.model.overspill.popularity.observer
     assert found is not None
     return found
 
@@ -140,7 +140,7 @@ def test_copied_gates_name_what_the_next_gate_would_choose(
     plain = gpt(CONFIG)
     with served(plain, tmp_path, small(PROMPTS[:1]), predictor="gates") as made:
         made.step()
-        assert made.model.overspill.observer is None
+        assert made.model.overspill.popularity.observer is None
         assert not any("predictor" in name for name in made.runner.stats())
     assert [layer for layer, _ in named.ahead] == [1, 2]
 

@@ -15,7 +15,7 @@ from overspill.models.budgets import Budgets, Size
 from overspill.models.checkpoint_presets import preset_config
 from overspill.models.fill import ExpertSource
 from overspill.models.huggingface.adapt import adapt
-from overspill.models.huggingface.checks import find_folder
+from overspill.models.huggingface.checks import find_folder, texts_of
 from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
@@ -138,7 +138,7 @@ def load_within(
             if quantize is not None:
                 source = QuantizedExperts(recipes, quantize)
             elif packed:
-                source = PackedExperts(recipes)
+                source = PackedExperts(recipes, checkpoint)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
@@ -177,7 +177,7 @@ def _load_dense(
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
     given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
     source: Path | None = folder
-    if checkpoint.packed:
+    if checkpoint.packed or checkpoint.gguf is not None:
         source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
         given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
@@ -224,8 +224,9 @@ def _complete(model: Any, folder: Path) -> None:
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    texts = texts_of(folder)
+    if model.can_generate() and (texts / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(texts)
 
 
 def _check_dense(folder: Path, info: dict[str, Any]) -> None:

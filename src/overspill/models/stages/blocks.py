@@ -141,8 +141,8 @@ class StagedBlocks:
     def run(
         self, blocks: range, incoming: Passing | None, forward: Callable[[], Any]
     ) -> Passing | Any:
-        """What passes from `blocks` to the next ones, or what `forward` returns if they are the
-        last. `incoming` comes from the blocks before; None for the first ones."""
+        """Return the tensors that pass from `blocks` to the next ones, or the result of `forward`
+        if they are the last. `incoming` comes from the blocks before; None for the first ones."""
         losses: list[Tensor] = []
         if incoming is not None and isinstance(self._blocks[0], Block):
             losses = [loss for stack in incoming.split()[1] for loss in stack.unbind()]

@@ -22,7 +22,7 @@ Take = Callable[[int, Any], Tensor | None]
 
 
 class Accumulates(Protocol):
-    """What a step needs of the optimizer."""
+    """Methods of the optimizer that a step uses."""
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backward passes in the context do not complete the gradients."""
@@ -46,7 +46,8 @@ class _Passed:
     like: Tensor
     """Of the same size, without memory."""
     end: GradientEdge | None
-    """Where the backward of the stage before begins; None: it is elsewhere, or needs none."""
+    """Edge of the graph at which the backward of the stage before begins; None: it runs on another
+    rank, or there is none."""
     value: Tensor | Parked | None
     """For the next stage."""
     needs_grad: bool
@@ -56,7 +57,7 @@ class _Passed:
 
 @dataclass(eq=False)
 class StagedPass:
-    """What this process has of one pass of micro-batches through the model."""
+    """Inputs and outputs of the stages of this process in one pass of micro-batches."""
 
     model: Callable[..., Any]
     blocks: StagedBlocks

@@ -20,6 +20,7 @@ from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
 from overspill.models.huggingface.pregates import saved_level
 from overspill.models.huggingface.skeleton import meta_model
+from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.models.pregate import (
     check_level,
     find_chains,
@@ -244,10 +245,8 @@ def load_tokenizer(
     """The tokenizer in `folder`; errors name `flag`. `languages` are those of sources ("src_lang")
     and targets ("tgt_lang"), by default the tokenizer's own."""
     check_tokenizer(folder, flag)
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **languages)
+        tokenizer = open_tokenizer(folder, **languages)
     except Exception as error:  # transformers raises many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
