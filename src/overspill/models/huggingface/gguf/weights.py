@@ -139,13 +139,13 @@ class GgufTensor(PackedTensor):
         step = max(1, _CHUNK // (each * source.n_columns))
         for begin in range(0, len(out), step):
             part = out[begin : begin + step]
-            values = self._dequantize(source.stored, stored[begin * each : (begin + step) * each])
-            part.copy_(values.view(part.shape))
+            rows = stored[begin * each : (begin + step) * each]
+            part.copy_(self._dequantize(source.stored, rows, part.dtype).view(part.shape))
 
-    def _dequantize(self, stored: StoredTensor, rows: Tensor) -> Tensor:
-        """Values of rows, in float32."""
+    def _dequantize(self, stored: StoredTensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of rows, in `dtype` or one that holds them exactly."""
         if stored.type in FLOATS:
-            return rows.float()
+            return rows
         if stored.type not in SCHEMES:
             return self._with_gguf(stored, rows)
         parts = take_apart(stored.type, rows)
@@ -154,7 +154,7 @@ class GgufTensor(PackedTensor):
             matrix.check(parts)
         except BadPart as error:
             raise _bad(stored, error.reason) from error
-        values = torch.empty(matrix.shape)
+        values = torch.empty(matrix.shape, dtype=dtype)
         matrix.unpack(parts, values)
         return values
 
