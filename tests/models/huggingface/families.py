@@ -63,7 +63,7 @@ COMMON: dict[str, Any] = {
     # Sparse attention
     "index_topk": 4,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, keys have the same score of 0
     # Linear attention
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
