@@ -205,8 +205,13 @@ class PagedCache:
             count = length if length > most else 0  # else each token sees all before it
             sees_N1L = torch.arange(count, device=rows_N1.device) <= single.positions[..., None]
             read = single.read[:, :count]
-            found = indexer.choose(rows_N1, sees_N1L, self._index(indexer, rows_N1, read))
-            single_NK = found[:, 0].long() if count else None
+            found = [
+                indexer.choose(
+                    rows_N1[part], sees_N1L[part], self._index(indexer, rows_N1[part], read[part])
+                )
+                for part in score_parts(len(rows_N1), indexer.heads * count)
+            ]
+            single_NK = torch.cat(found)[:, 0].long() if count else None
         several_TK = []
         for rows, slots in layout.own.several:
             several_TK.append(self._choose_for_several(indexer, rows, slots))
@@ -215,14 +220,13 @@ class PagedCache:
     def _choose_for_several(self, indexer: Indexer, rows: slice, slots: Tensor) -> Tensor | None:
         """For tokens of one sequence, divided so that their scores take at most `_SCORES` bytes."""
         n_keys, most, device = len(slots), indexer.most, slots.device
-        first = n_keys - (rows.stop - rows.start)
-        size = max(1, _SCORES // (4 * indexer.heads * n_keys))
+        before = n_keys - (rows.stop - rows.start)
         found = []
-        for start in range(first, n_keys, size):
-            stop = min(start + size, n_keys)
+        for part in score_parts(n_keys - before, indexer.heads * n_keys):
+            start, stop = before + part.start, before + part.stop
             count = stop if stop > most else 0
             positions = torch.arange(start, stop, device=device)
-            rows_1T = (rows.start - first + positions)[None]
+            rows_1T = (rows.start - before + positions)[None]
             sees_1TL = (torch.arange(count, device=device) <= positions[:, None])[None]
             read = slots[None, :count]
             chosen = indexer.choose(rows_1T, sees_1TL, self._index(indexer, rows_1T, read))[0]
@@ -268,6 +272,12 @@ class PagedCache:
                 keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))
             self._layers[layer] = keys, values
         return self._layers[layer]
+
+
+def score_parts(n_queries: int, n_scores: int) -> list[slice]:
+    """The parts of queries with `n_scores` each whose scores are in memory at a time."""
+    size = max(1, _SCORES // max(4 * n_scores, 1))
+    return [slice(at, min(at + size, n_queries)) for at in range(0, n_queries, size)]
 
 
 def _attend_causally(

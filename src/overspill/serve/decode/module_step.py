@@ -29,7 +29,7 @@ from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Mode
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.decode.table import ExpertTable
-from overspill.serve.paged import PagedCache
+from overspill.serve.paged import PagedCache, score_parts
 
 
 def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
@@ -133,17 +133,22 @@ class ModuleStep:
         every_BL = every_BL.flatten(1)
         count = every_BL.shape[1] if every_BL.shape[1] > indexer.most else 0
 
-        def store(k_B1d: Tensor) -> Tensor:
-            memory = self._cache.index_memory(indexer.layer, k_B1d)
-            memory[own_B] = k_B1d[:, 0]
-            return memory[every_BL[:, :count]]
-
         rows_B1 = torch.arange(len(own_B), device=own_B.device)[:, None]
         sees_B1L = torch.arange(count, device=own_B.device) <= batch.positions[:, None, None]
-        found_B1K = indexer.choose(rows_B1, sees_B1L, store)
+
+        def choose(part: slice) -> Tensor:
+            def store(k_N1d: Tensor) -> Tensor:
+                memory = self._cache.index_memory(indexer.layer, k_N1d)
+                memory[own_B[part]] = k_N1d[:, 0]
+                return memory[every_BL[part, :count]]
+
+            return indexer.choose(rows_B1[part], sees_B1L[part], store)[:, 0]
+
+        parts = score_parts(len(own_B), indexer.heads * count)
+        found_BK = torch.cat([choose(part) for part in parts])
         if not count:
             return None
-        chosen_BK = every_BL.gather(1, found_B1K[:, 0].long())
+        chosen_BK = every_BL.gather(1, found_BK.long())
         return batch.positions.clamp(max=indexer.most - 1), chosen_BK, 1
 
     def _bias(self, bias: RelativeBias | None) -> Tensor | None:
