@@ -25,7 +25,7 @@ def unpack(kind: str, blocks: np.ndarray, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=st.integers(1, 20), n_blocks=st.integers(1, 3), seed=st.integers(0, 1 << 30))
 def test_all_codes_and_all_finite_factors(kind: str, rows: int, n_blocks: int, seed: int) -> None:
     weights, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -37,7 +37,8 @@ def test_all_codes_and_all_finite_factors(kind: str, rows: int, n_blocks: int, s
     if kind == "MXFP4":
         blocks[..., 0] %= 255
     flat = blocks.reshape(rows, -1)
-    expected = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
+    with np.errstate(over="ignore"):  # of the largest codes and scales of MXFP4
+        expected = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
     if kind in ("Q4_K", "Q5_K") and not np.isfinite(expected).all():
         return
     # plus zero: gguf loses the sign of a negative zero of MXFP4

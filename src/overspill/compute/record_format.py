@@ -76,6 +76,10 @@ class RecordFormat:
             return None
         return ExpertArgs((PieceArgs * len(found))(*found), len(found))
 
+    def of_layer(self, layer: int) -> "RecordFormat":
+        """The same in all layers."""
+        return self
+
     def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
         """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
         threads on the CPU."""
@@ -97,8 +101,9 @@ class RecordFormat:
         if kernels and torch.cuda.get_device_capability(records.device) >= (8, 0):
             from overspill.compute import unpack_triton
 
-            unpack_triton.unpack(self, records, out, ends)
-            return
+            if unpack_triton.is_supported(self):
+                unpack_triton.unpack(self, records, out, ends)
+                return
         for record, weights, count in zip(records, out, counts, strict=True):
             if count:
                 self.unpack(record, weights, torch.get_num_threads())
@@ -122,11 +127,9 @@ def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
     if piece.matrix is None:
         codes = piece.stored[CODES]
         found = plain_args(codes.begin, codes.dtype) if is_bias else None
-        return (
-            None
-            if found is None
-            else PieceArgs(piece.tensor, found[0], piece.begin, piece.rows, found[1])
-        )
+        if found is None:
+            return None
+        return PieceArgs(piece.tensor, found[0], piece.begin, piece.rows, found[1])
     matrix = piece.matrix
     planes = {field: Plane(each.begin, each.dtype) for field, each in piece.stored.items()}
     args = packed_args(matrix.scheme, matrix.rows, matrix.columns, matrix.divides, planes)
@@ -137,6 +140,20 @@ def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
     if shape.transposed and not whole:
         return None
     return PieceArgs(piece.tensor, 0, 0 if whole else piece.begin, matrix.rows, args)
+
+
+@dataclass(frozen=True)
+class MixedFormat:
+    """Records whose content differs by layer. All have the size of the largest."""
+
+    layers: tuple[RecordFormat, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return max(format.nbytes for format in self.layers)
+
+    def of_layer(self, layer: int) -> RecordFormat:
+        return self.layers[layer]
 
 
 class FormatBuilder:

@@ -29,7 +29,10 @@ def without_few_rows(
 ) -> Iterator[Wave]:
     """Writes the outputs of packed experts with few token rows into `y_RD`, where the CPU is the
     compute device, and yields waves of the other experts."""
-    format, form = layout.format, _form(layout, layer_pass, y_RD.device)
+    format = None if layout.format is None else layout.format.of_layer(layer_pass.layer)
+    form = None
+    if isinstance(format, RecordFormat) and format.native is not None and y_RD.device.type == "cpu":
+        form = _form(layout, layer_pass)
     if form is None:
         yield from waves
         return
@@ -49,16 +52,15 @@ def without_few_rows(
             kernel_forward(x_rows, y_rows, experts, layout.shape, threads, form=form, format=format)
 
 
-def _form(layout: RecordLayout, layer_pass: LayerPass, device: torch.device) -> Form | None:
-    """The activation of the kernel, if it can compute the pass. What will be differentiated is
-    unpacked, as in backward."""
-    format, activation = layout.format, layer_pass.activation
-    if not isinstance(format, RecordFormat) or device.type != "cpu" or layer_pass.training:
+def _form(layout: RecordLayout, layer_pass: LayerPass) -> Form | None:
+    """The activation of the kernel, if it can compute the pass. Weights of a pass that will be
+    differentiated are unpacked, as in backward."""
+    if layer_pass.training or layer_pass.kept is not None:
         return None
     if layer_pass.dropout is not None or layer_pass.adapters is not None:
         return None
-    reason = why_unsupported(layout.dtype, layout.shape, activation, decoding=True)
-    if reason is not None or format.native is None or layer_pass.kept is not None:
+    activation = layer_pass.activation
+    if why_unsupported(layout.dtype, layout.shape, activation, decoding=True) is not None:
         return None
     return form_of(activation, layout.shape.gated)
 

@@ -52,7 +52,8 @@ class ForwardPass:
         waves = self._compute.waves(layer_pass, self._phase, positions)
         rows = layer_pass, dispatcher, self._x_TD, self._y_RD
         waves = without_few_rows(waves, self._engine.layout, *rows)
-        for wave in unpacked(waves, self._engine.layout, self._engine.n_experts):
+        packing = self._engine.layout, layer_pass.layer, self._engine.n_experts
+        for wave in unpacked(waves, *packing):
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 x_rows = dispatcher.dispatch(layer_pass.rows, self._x_TD, start, end)
                 args = wave.weights, self._engine.shape, ends, counts, layer_pass.activation
@@ -103,7 +104,8 @@ class BackwardPass:
     def compute(self, positions: Collection[int] | None = None) -> None:
         """The experts at these positions; None: all."""
         waves = self._compute.waves(self._pass, Phase.BACKWARD, positions)
-        for wave in unpacked(waves, self._engine.layout, self._engine.n_experts):
+        packing = self._engine.layout, self._pass.layer, self._engine.n_experts
+        for wave in unpacked(waves, *packing):
             total = grads = None
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):
                 grads = self._piece(wave, start, end, ends, counts)

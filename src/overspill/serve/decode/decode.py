@@ -82,6 +82,9 @@ class Decode:
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         activation = self._placeholders[0].activation
         reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
+        if engine.layout.format is not None:
+            reason = "its kernel does not read packed experts"
+        self._no_cpu = reason
         fast = reason is None and self._rates.cpu >= self._rates.link
         learns = predictor == "learned"
         self._mode = new_mode(mode, self._level, migrate, fast, learns)
@@ -111,6 +114,10 @@ class Decode:
             engine.popularity.observer = self._observer  # of prompts
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
+        unread = self._table.why_not_packed(activation)
+        if unread is not None:
+            self._refused = True
+            _log.info("%s: kernels do not read packed experts with %s", _MODULES, unread)
         if activation is not None and form_of(activation, engine.shape.gated) is None:
             _log.info("%s: kernels do not have the activation %s", _MODULES, activation.name)
         self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
@@ -251,6 +258,8 @@ class Decode:
 
     def _new_missing(self, first: ExpertPlaceholder, top_k: int, size: int) -> MissingExperts:
         engine, table = self._engine, self._table
+        if self._on_cpu and self._no_cpu is not None:
+            raise ConfigError(f"the CPU cannot compute them: {self._no_cpu}")
         if not self._on_cpu:
             every = engine.n_experts
             sizes = {min(every, top_k << n) for n in range(size.bit_length())}  # by batch

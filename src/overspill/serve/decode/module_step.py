@@ -160,9 +160,10 @@ class ModuleStep:
         routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link, staged)
         request = None if missing is None else missing.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
+        form, sizes = placeholder.activation.form, engine.shape
         y = experts(
-            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden,
-            placeholder.activation.form, engine.shape.bias, engine.shape.transposed, request,
+            x_TD, weights, routed.offsets, self._table.base, sizes.d_hidden, form, sizes.bias,
+            sizes.transposed, request, self._table.packed(layer, form),
         )  # fmt: skip
         rows = None if missing is None else missing.rows(layer, routed.missed_B)
         if rows is not None:
