@@ -37,7 +37,7 @@ def offloaded(spec: Layer) -> Stack:
     for layer in model.layers:
         for parameter in layer.expert_parameters():  # type: ignore[operator]
             parameter.requires_grad_(False)
-    settings = Settings(residency=False, follow_usage=False)
+    settings = Settings(residency=False)
     overspill.offload(
         model, mode="host", slots=SLOTS, device=str(spec.device), settings=settings, quiet=True
     )

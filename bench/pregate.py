@@ -57,7 +57,7 @@ def build(config: GPTConfig, level: int = 1, disk: Path | None = None, **budgets
     )
     if level:
         overspill.pregate(model.eval(), level)
-    settings = overspill.Settings(residency=False, follow_usage=False)
+    settings = overspill.Settings(residency=False)
     return overspill.offload(
         model.eval(), disk=disk, quiet=True, progress=False, settings=settings, **budgets
     )
@@ -192,7 +192,7 @@ def run_switch(n_experts: int, args: argparse.Namespace) -> None:
 def run_w2(args: argparse.Namespace) -> None:
     """A quarter of the experts cached, routing of gpt-oss: the model with pre-gates, and the
     conventional one."""
-    settings = overspill.Settings(residency=False, follow_usage=False)
+    settings = overspill.Settings(residency=False)
     found: dict[str, Speed] = {}
     for level in (0, 1):
         model = overspill.from_config(

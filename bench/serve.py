@@ -264,7 +264,7 @@ def run_on_disk(bench: Bench) -> None:
     weights most of them are found in memory again; with even routing every expert is as likely as
     any other."""
     args = bench.args
-    settings = overspill.Settings(residency=False, follow_usage=False)
+    settings = overspill.Settings(residency=False)
     model = overspill.from_config(
         w2(), "8GiB", "4GiB", args.disk, torch.bfloat16, train=False, quiet=True, settings=settings
     )  # fmt: skip
@@ -324,7 +324,7 @@ def main() -> None:
         own = [work for work in chosen if work.name.startswith("mixtral") == (config is mixtral)]
         if not own:
             continue
-        settings = overspill.Settings(residency=False, follow_usage=False, threads=args.threads)
+        settings = overspill.Settings(residency=False, threads=args.threads)
         model = overspill.from_config(
             config(), dtype=torch.bfloat16, train=False, quiet=True, settings=settings
         )

@@ -22,6 +22,8 @@ MATRIX = 786e12
 """Operations a second of bf16 matrix products on an H200."""
 FIRST = overspill.SamplingParams(max_tokens=1, ignore_eos=True)
 SHORT = 64
+_DELAYS = (0.05, 0.15, 0.3, 0.5)
+"""Seconds after which a short prompt arrives."""
 
 
 def qwen(layers: int) -> Any:
@@ -113,7 +115,7 @@ def run_30b(args: argparse.Namespace, even: bool) -> None:
         alone = [SHORT / each for each in speed(llm, prompts, SHORT, args.rounds)]
         metrics["short_alone"] = metric(alone, "s")
         for tokens in (8192, 30_000):
-            waits = wait_of_short(llm, prompts, tokens, [0.05, 0.15, 0.3])
+            waits = wait_of_short(llm, prompts, tokens, _DELAYS)
             metrics[f"short_beside_{tokens}"] = metric(waits, "s")
         peak = torch.cuda.max_memory_reserved() / 2**30
         metrics["gpu_memory"] = metric([peak], "GiB")
@@ -122,6 +124,8 @@ def run_30b(args: argparse.Namespace, even: bool) -> None:
         routed_by(model, routing) if even else nullcontext(),
     ):
         metrics["pieces_of_512"] = metric(speed(llm, prompts, 8192, 2), "tokens/s")
+        waits = wait_of_short(llm, prompts, 8192, _DELAYS)
+        metrics["short_beside_pieces_of_512"] = metric(waits, "s")
     name = "even routing" if even else "random weights"
     details = {
         "row": f"Qwen3-30B-A3B at full size, 24 GiB, a prompt of 8,192 tokens, {name}",

@@ -55,7 +55,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 def open_llm(args: argparse.Namespace) -> Iterator[overspill.LLM]:
     on_gpu = torch.cuda.is_available()
     config = w2() if (args.model or ("w2" if on_gpu else "tiny")) == "w2" else tiny()
-    settings = overspill.Settings(residency=False, follow_usage=False)
+    settings = overspill.Settings(residency=False)
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), config.vocab_size)

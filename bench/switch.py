@@ -60,6 +60,8 @@ _BANDWIDTH_BYTES = 4 << 30
 """Read to measure the disk."""
 _FROM_DISK, _FEW = 24, 2
 """Tokens of a round with experts on disk, and of one that reads them all for each token."""
+_IN_A_ROW = 2
+"""How often an LLM measures its mode; to open it takes longer."""
 _EVEN = "every expert is as likely as any other"
 ACTIVE_WEIGHTS = (
     "4.5 TB/s, measured with own kernels, divided by the weights of a token: the decoder without "
@@ -100,7 +102,7 @@ class Bench(NamedTuple):
         found: dict[str, Speed] = {}
         for _ in range(self.rounds):
             for mode in modes:
-                each = measure(model, mode, 1, self.few(mode), **options)
+                each = measure(model, mode, _IN_A_ROW, self.few(mode), **options)
                 found[mode] = _join(found.get(mode), each)
         for mode, each in found.items():
             show(mode, each)

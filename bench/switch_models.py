@@ -79,7 +79,9 @@ class Shape:
 
     @property
     def dense_bytes(self) -> int:
-        return 2 * int(self._sizes.total_params) - self.n_experts * self.expert_bytes
+        own = self._sizes
+        in_float32 = int(own.n_moe_layers * own.n_experts * own.d_model)  # routers
+        return 2 * (int(own.total_params) + in_float32) - self.n_experts * self.expert_bytes
 
     def within(self, nbytes: float) -> "Shape":
         """With as many blocks in each stack as have their experts in `nbytes`, two MoE blocks at
@@ -102,9 +104,7 @@ def build(shape: Shape, level: int = 1, **options: Any) -> Any:
     on disk. GPU slots for prompts are as few as possible."""
     gc.collect()  # frees the model before this one, which has cycles: its memory would count
     torch.manual_seed(0)
-    settings = overspill.Settings(
-        residency=False, follow_usage=False, fix_nllb_routing=shape.is_nllb
-    )
+    settings = overspill.Settings(residency=False, fix_nllb_routing=shape.is_nllb)
     given: dict[str, Any] = {"slots": 2, "device": DEVICE, **options}
     model = overspill.from_config(
         shape.config(), dtype=torch.bfloat16, train=False, quiet=True, progress=False,

@@ -24,6 +24,7 @@ IMPORTED = (
 """Half of the files of torch are never imported: compiling all takes twice as long."""
 KERNELS = {
     "compute/cpu_kernel.cpp": "cpu-experts",
+    "compute/quantize.cpp": "quantize",
     "optim/kernel.cpp": "adamw",
     "transfer/upload_thread.cpp": "upload-thread",
 }

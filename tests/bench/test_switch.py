@@ -143,9 +143,10 @@ def test_a_token_reads_the_decoder_with_its_experts(models: ModuleType) -> None:
     equation = models.equation_1(model, shape.top_k)
     model.overspill.close()
     d, heads, buckets, vocab, n_experts = 32, 2, 32, 256, 8
-    blocks = 4 * (4 + 2) * d * d + 2 * 2 * d * d + 2 * n_experts * d
+    blocks = 4 * (4 + 2) * d * d + 2 * 2 * d * d
+    routers = 4 * 2 * n_experts * d  # float32
     norms = (3 * 4 + 1) * d
-    assert dense == 2 * (blocks + norms + buckets * heads + vocab * d)
+    assert dense == 2 * (blocks + norms + buckets * heads + vocab * d) + routers
     assert experts == 2 * 2 * 2 * d * d
     assert everything == shape.dense_bytes
     assert equation == everything + 2 * 2 * 2 * d * d

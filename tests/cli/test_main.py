@@ -54,7 +54,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_before_torch_is_imported(
         for command in (["finetune", "", "a.jsonl"], ["pregate", "", "a.jsonl"],
                         ["generate", "", "a"], ["chat", ""], ["serve", ""])
         for model, reason in (("dense", "is a dense model"), ("quantized", "is quantized"),
-                              ("a.gguf", "is a GGUF file"), ("mute", "has no tokenizer"))
+                              ("a.gguf", "is corrupt or truncated"), ("mute", "has no tokenizer"))
         if (command[0], model) != ("serve", "mute")  # it answers prompts of token ids
     ]  # fmt: skip
     code = (

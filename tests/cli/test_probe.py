@@ -40,7 +40,7 @@ def test_tables_are_printed_and_the_second_time_it_is_known(
 ) -> None:
     assert app(TINY) == 0
     out = capsys.readouterr().out
-    for words in ("The machine", "One expert, ms", "tokens", "not measured: give --disk FOLDER"):
+    for words in ("The machine", "One expert, ms", "tokens"):
         assert words in out
     for line in lacking(usable_cores(), cpu_isa() or "none", torch.cuda.is_available()):
         assert line in out
@@ -67,16 +67,6 @@ def test_a_preset_gives_the_shape_and_flags_win(capsys: pytest.CaptureFixture[st
     assert (shape["d_model"], shape["d_hidden"], shape["gated"]) == (128, 64, True)
 
 
-@pytest.mark.slow
-def test_a_disk_is_measured_when_it_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert app([*TINY, "--disk", str(tmp_path / "disk"), "--json"]) == 0
-    limits = json.loads(capsys.readouterr().out)["limits"]
-    assert limits["ssd_read"] > 0
-    assert limits["ssd_write"] > 0
-
-
 def test_nothing_but_json_reaches_the_output_when_a_profile_is_damaged(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +81,7 @@ def test_nothing_but_json_reaches_the_output_when_a_profile_is_damaged(
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["probe", "--help"]) == 0
-    assert "overspill probe --preset w1 --disk /nvme/spill" in capsys.readouterr().out
+    assert "overspill probe --preset w1 --picture" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -103,7 +93,6 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dtype", "fp8"], "--dtype fp8 is unknown; give"),
         (["--preset", "nanoo"], "preset 'nanoo' is not one of"),
         (["--threads", "0"], "--threads 0 must be at least 1"),
-        (["--disk", "FILE/folder"], "is not writable"),
         (["--picture", "FILE/costs.png"], "cannot be written"),
         (["--no-such-flag"], "--no-such-flag"),
     ],

@@ -18,11 +18,18 @@ def _compile() -> None:
     for name in [name for name in sys.modules if name.startswith(_IMPORTED)]:
         if not name.startswith("triton._C"):  # a library, which is loaded once
             del sys.modules[name]
-    from tests.compute import compile_activation, compile_decode, compile_dropout, compile_grouped
+    from tests.compute import (
+        compile_activation,
+        compile_decode,
+        compile_dropout,
+        compile_grouped,
+        compile_unpack,
+    )
 
     compile_activation.main(["86"])
-    compile_decode.main(["86", "90"])
+    compile_decode.main(["80", "90", "120", "89"])
     compile_dropout.main(["86"])
+    compile_unpack.main(["80", "89", "90", "120"])
     compile_grouped.main(["86", str(99 * 1024)])  # with its shared memory
 
 

@@ -32,9 +32,10 @@ def test_its_code_runs_and_all_models_are_the_same(
         logits = names["plain"](ids).logits
         plain = AutoModelForCausalLM.from_pretrained("tiny-plain")
         torch.testing.assert_close(plain(ids).logits, logits, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(names["packed"](ids).logits, logits, rtol=1e-4, atol=1e-5)
-    names["plain"].overspill.close()
-    names["packed"].overspill.close()
+        for name in ("packed", "quantized"):
+            torch.testing.assert_close(names[name](ids).logits, logits, rtol=1e-4, atol=1e-5)
+    for name in ("plain", "packed", "quantized"):
+        names[name].overspill.close()
 
 
 def test_it_names_every_method_and_every_format() -> None:

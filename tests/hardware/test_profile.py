@@ -18,7 +18,6 @@ from overspill.hardware.profile import (
     ExpertCosts,
     MachineProfile,
     Profile,
-    Transfer,
     profile_file,
     read_profile,
     this_machine,
@@ -52,11 +51,8 @@ def some_limits() -> MachineProfile:
     return MachineProfile(
         cores=2,
         kernel="avx512",
-        transfers=(Transfer(65536, 1e9, 2e9, 0.5e9, 0.6e9),),
+        link=1e9,
         host_read=1e10,
-        ssd_read=None,
-        ssd_write=None,
-        matrix=None,
     )
 
 
@@ -89,7 +85,7 @@ def test_a_profile_of_an_older_format_is_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = json.loads(json.dumps(dataclasses.asdict(some_profile())))
-    data["version"] = data["version"].replace("format 3", "format 2")
+    data["version"] = data["version"].replace("format 4", "format 2")
     del data["experts"][0]["cpu_training"], data["experts"][0]["gpu_training"]
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(data))
@@ -121,7 +117,7 @@ DAMAGES: list[tuple[tuple[str | int, ...], object]] = [
     (("experts",), 5),
     (("limits", "host_read"), 0),
     (("limits", "kernel"), 4),
-    (("limits", "transfers", 0, "up"), "quick"),
+    (("limits", "link"), "quick"),
     (("limits",), "none"),
 ]
 

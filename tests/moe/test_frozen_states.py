@@ -113,16 +113,16 @@ def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfroze
 
 
 def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path) -> None:
-    task = Task(n_layers=1, steps=40)
-    model = task.model()
-    with spilled(model, "host, 7 at home", tmp_path, gpu_experts=2) as engine:
+    task = Task(n_layers=1, steps=6)
+    model, settings = task.model(), Settings(follow_usage=True)
+    with spilled(model, "host, 7 at home", tmp_path, settings, gpu_experts=2) as engine:
         set_frozen(model, True)
         optimizer = adamw(model, task)
         with routed_by(model, ReplayedRouting(torch.tensor([[[3, 4]]]), engine.n_experts)):
             train(model, optimizer, task)
             assert engine.addresses.at_home == [(3, 4)]
             set_frozen(model, False)
-            train(model, optimizer, task, first=36)
+            train(model, optimizer, task, first=4)
         assert engine.addresses.at_home == [(3, 4)]
 
 

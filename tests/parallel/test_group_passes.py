@@ -104,7 +104,7 @@ def uploads(mesh: DeviceMesh) -> tuple[list[int], int]:
     """Bytes that each number of groups uploads in two steps with frozen experts, and those of all
     experts in all passes."""
     model = frozen_model()
-    offload(model, mesh, settings=settings(1, threads=1, follow_usage=False))
+    offload(model, mesh, settings=settings(1, threads=1))
     optimizer, found = overspill.AdamW(model), []
     engine: Any = model.overspill
     for groups in (1, 1, 2, 3):  # the first time fills the slots

@@ -15,7 +15,7 @@ from overspill.optim.kernel import kernel_name
 from overspill.probe import known
 from overspill.probe.clock import Effort
 from overspill.probe.experts import measure_expert
-from overspill.probe.measure import measure_disk, measure_machine
+from overspill.probe.measure import measure_machine
 
 CURVES = (
     "cpu_forward", "cpu_backward", "cpu_training", "gpu_forward", "gpu_backward", "gpu_training"
@@ -24,9 +24,7 @@ LITTLE = Effort(
     seconds=0.002,
     slow=0.02,
     cold=1 << 20,
-    largest_copy=256 << 10,
-    largest_matrix=64,
-    disk=4 << 20,
+    copy=256 << 10,
 )
 
 
@@ -43,7 +41,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.fixture
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what asks for the usual effort."""
-    monkeypatch.setattr(known, "measure_disk", functools.partial(measure_disk, effort=LITTLE))
     monkeypatch.setattr(known, "measure_machine", functools.partial(measure_machine, effort=LITTLE))
     monkeypatch.setattr(
         known,
@@ -52,17 +49,9 @@ def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def assert_limits(limits: MachineProfile, but: set[str]) -> None:
-    """Positive and finite, all of them `but` those, which are None."""
-    for field in dataclasses.fields(limits):
-        value = getattr(limits, field.name)
-        if field.name in but:
-            assert value is None, field.name
-        elif isinstance(value, float):
-            assert math.isfinite(value), field.name
-            assert value > 0, field.name
-    for row in limits.transfers:
-        assert all(0 < rate < math.inf for rate in (row.up, row.down, row.up_both, row.down_both))
+def assert_limits(limits: MachineProfile) -> None:
+    assert 0 < limits.link < math.inf
+    assert 0 < limits.host_read < math.inf
 
 
 def assert_costs(costs: ExpertCosts) -> None:

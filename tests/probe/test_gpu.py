@@ -14,14 +14,8 @@ from tests.probe.little import assert_costs, assert_limits
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
     limits = measure_machine(torch.device("cuda"), 2)
-    assert_limits(limits, {"ssd_read", "ssd_write"})
-    largest = limits.transfers[-1]
-    assert largest.up > 1e9
-    assert largest.down > 1e9
-    assert largest.up_both <= 1.1 * largest.up
-    assert largest.up > 0.9 * limits.transfers[0].up
-    assert limits.matrix is not None
-    assert limits.matrix > 1e12
+    assert_limits(limits)
+    assert limits.link > 1e9
 
 
 @pytest.mark.gpu

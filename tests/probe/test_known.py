@@ -101,17 +101,12 @@ def test_a_profile_that_is_lost_at_exit_is_reported(
     assert "the profile is lost at exit" in caplog.text
 
 
-def test_limits_are_measured_once_and_a_disk_whenever_it_is_named(tmp_path: Path) -> None:
+def test_limits_are_measured_once() -> None:
     first = Known(CPU, 1).limits()
     again = Known(CPU, 1)
     assert again.limits() == first
     assert not again.measured
-    with_disk = Known(CPU, 1).limits(tmp_path)
-    assert dataclasses.replace(with_disk, ssd_read=None, ssd_write=None) == first
-    assert with_disk.ssd_read is not None
-    assert Known(CPU, 1).limits() == with_disk
-    other = Known(CPU, 2).limits()
-    assert (other.cores, other.ssd_read) == (2, with_disk.ssd_read)
+    assert Known(CPU, 2).limits().cores == 2
 
 
 def test_again_measures_anew_and_keeps_that(measured: list[object]) -> None:

@@ -340,7 +340,7 @@ SINGLES = [[token] for token in range(1, 40)]
 
 
 def test_only_requests_that_need_an_unreadable_expert_fail(disk: BadRecord, tmp_path: Path) -> None:
-    with served_gpt("disk", tmp_path, Settings(follow_usage=False), max_batch=8) as llm:
+    with served_gpt("disk", tmp_path, max_batch=8) as llm:
         alone = [error_of(llm, prompt) for prompt in SINGLES]
         (message,) = {str(error) for error in alone if error is not None}
         found = re.fullmatch(
@@ -368,7 +368,7 @@ def test_only_requests_that_need_an_unreadable_expert_fail(disk: BadRecord, tmp_
 def test_an_unreadable_expert_that_should_move_to_the_device_fails_no_other_requests(
     disk: BadRecord, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with served_gpt("disk", tmp_path) as llm:
+    with served_gpt("disk", tmp_path, Settings(follow_usage=True)) as llm:
         home = next(
             (layer, ids[0])
             for layer, ids in enumerate(llm.model.overspill.addresses.at_home)
@@ -429,7 +429,7 @@ def test_threads_get_their_tokens_or_a_disk_error(disk: BadRecord, tmp_path: Pat
 def test_an_expert_that_could_not_be_written_is_not_lost(tmp_path: Path) -> None:
     """Experts exchange places, so that one on disk is newer in its host slot."""
     fail = FailingJob("ssd write")
-    with served_gpt("disk", tmp_path, Settings(inject=fail, follow_usage=False)) as llm:
+    with served_gpt("disk", tmp_path, Settings(inject=fail)) as llm:
         engine = llm.model.overspill
         (layer, *_) = (layer for layer, count in enumerate(engine.homes) if count)
         fail.on = True

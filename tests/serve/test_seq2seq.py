@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import overspill
 from overspill import LLM, SamplingParams, Settings
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.serve.params import Result
@@ -187,11 +188,22 @@ def test_positions_that_a_step_reads_stay_in_memory(tmp_path: Path) -> None:
         assert tokens_of(llm, SOURCES[:1], GREEDY) == expected("nllb-moe")[:1]
 
 
+@pytest.mark.parametrize("way", ["offload", "load", "from_config"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_answers_replace_no_weights_of_a_bf16_model(name: str, tmp_path: Path) -> None:
+def test_answers_replace_no_weights_of_a_bf16_model(name: str, way: str, tmp_path: Path) -> None:
     """Routers convert theirs to float32: decoding steps would read the old ones."""
     plain = copy.deepcopy(plain_model(name)).bfloat16()
-    with offloaded(plain, "host", tmp_path) as model, LLM(model, context=64) as llm:
+    given: dict[str, Any] = {"device": "cpu", "mode": "host", "quiet": True, "progress": False}
+    if way == "offload":
+        model = overspill.offload(plain, **given)
+    elif way == "load":
+        plain.save_pretrained(tmp_path)
+        model = overspill.load(tmp_path, train=False, **given)
+    else:
+        given |= {"dtype": torch.bfloat16, "train": False}
+        model = overspill.from_config(plain.config, **given)
+    with LLM(model, context=64) as llm:
         addresses = [parameter.data_ptr() for parameter in model.parameters()]
         tokens_of(llm, SOURCES[:1], GREEDY)
         assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    model.overspill.close()

@@ -82,6 +82,8 @@ def test_all_experts_on_the_gpu_and_in_bf16(name: str, tmp_path: Path, steps: li
     for mode in ("gpu-only", "auto"):
         with LLM(tmp_path, device="cuda", mode=mode, context=64, slots=0) as llm:
             results[mode] = [each.token_ids for each in llm.generate(SOURCES, GREEDY)]
+            again = [each.token_ids for each in llm.generate(SOURCES, GREEDY)]
+            assert again == results[mode]
     same = sum(
         a == b
         for one, other in zip(*results.values(), strict=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from overspill.cli.arguments import complete_checkpoint_preset
+from overspill.cli.output import report
 from overspill.core.errors import ConfigError
 
 _HELP = """Write a checkpoint of a preset, with random weights.
@@ -101,32 +102,27 @@ def _create(
 
     from overspill.core.sizes import format_size
     from overspill.models.checkpoint_presets import preset_config
-    from overspill.models.huggingface.create import create
-    from overspill.models.progress_bar import TerminalProgress
+    from overspill.models.huggingface.create import Created, create
     from overspill.train.export_tokenizer import byte_token_ids, write_byte_tokenizer
 
-    by_bytes = tokenizer == "bytes"
     config = preset_config(name, layers=layers, experts=experts, **given)
     kind = torch.bfloat16 if dtype is Dtype.bf16 else torch.float32
-    bar = TerminalProgress()
-    try:
-        with TemporaryDirectory() as temporary:
-            if by_bytes:
-                write_byte_tokenizer(Path(temporary), config.vocab_size)
-                for field, value in byte_token_ids(config.is_encoder_decoder).items():
-                    setattr(config, field, value)
-                tokenizer = temporary
-            done = create(config, out, kind, seed, tokenizer, progress=bar)
-    finally:
-        bar.stop()
-    if as_json:
-        print(json.dumps(dataclasses.asdict(done)))
-    else:
-        print(
+
+    def describe(done: Created) -> str:
+        return (
             f"wrote {name} to {done.out}: {done.parameters:,} parameters "
             f"({format_size(done.bytes)}), {done.moe_blocks} MoE blocks × {done.experts} experts"
             + ("" if tokenizer else "; it has no tokenizer (--tokenizer copies one)")
         )
+
+    with TemporaryDirectory() as temporary:
+        folder = tokenizer
+        if tokenizer == "bytes":
+            folder = temporary
+            write_byte_tokenizer(Path(temporary), config.vocab_size)
+            for field, value in byte_token_ids(config.is_encoder_decoder).items():
+                setattr(config, field, value)
+        report(lambda bar: create(config, out, kind, seed, folder, progress=bar), as_json, describe)
 
 
 def _fields(changes: list[str]) -> dict[str, Any]:

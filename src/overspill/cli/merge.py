@@ -1,11 +1,11 @@
 """`overspill merge`: adds a LoRA adapter to the weights of its base model."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from overspill.cli.output import report
 
 _HELP = """Write a LoRA adapter and its base model as one plain Hugging Face checkpoint.
 
@@ -53,18 +53,12 @@ def _merge(
 ) -> None:
     # Importing torch takes seconds: only after the flags are checked.
     from overspill.core.sizes import format_size
-    from overspill.models.huggingface.merge import merge
-    from overspill.models.progress_bar import TerminalProgress
+    from overspill.models.huggingface.merge import Merged, merge
 
-    bar = TerminalProgress()
-    try:
-        done = merge(adapter, out, base, progress=bar)
-    finally:
-        bar.stop()
-    if as_json:
-        print(json.dumps(dataclasses.asdict(done)))
-    else:
-        print(
+    def describe(done: Merged) -> str:
+        return (
             f"wrote {done.out} ({format_size(done.bytes)}): {done.base} with {done.tensors} "
             f"tensors changed by {done.adapter}"
         )
+
+    report(lambda bar: merge(adapter, out, base, progress=bar), as_json, describe)

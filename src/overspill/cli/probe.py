@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from overspill.hardware.profile import ExpertCosts, MachineProfile
     from overspill.probe.known import Known
 
-_HELP = """Measure this machine: links, memory, matrix products, and the cost of an expert.
+_HELP = """Measure this machine: link, host memory, and the cost of an expert.
 
 The results are cached per machine and version; planners read them. A plot shows the time to \
 upload an expert and to compute it on CPU and GPU, by number of tokens.
@@ -26,7 +26,7 @@ upload an expert and to compute it on CPU and GPU, by number of tokens.
 
   overspill probe
 
-  overspill probe --preset w1 --disk /nvme/spill --picture w1.png
+  overspill probe --preset w1 --picture w1.png
 """
 
 
@@ -44,8 +44,6 @@ class ProbeSection:
     """Gated SiLU (3 matrices) or GELU (2); default: GELU."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Data type of the weights: bf16 or fp32."""
-    disk: str | None = None
-    """Also measure the disk of this folder."""
     threads: Count | None = None
     """CPU threads; default: all cores but four, at least three quarters."""
     again: bool = False
@@ -75,20 +73,16 @@ def _probe(as_json: bool, **flags: Any) -> None:
     from overspill.models.progress_bar import TerminalProgress
     from overspill.probe.known import Known
     from overspill.probe.table import lacking
-    from overspill.tiers.ssd import check_folder
     from overspill.train.session import DTYPES
 
-    disk = None if asked.disk is None else Path(asked.disk).expanduser()
     picture = None if asked.picture is None else Path(asked.picture).expanduser()
-    if disk is not None:
-        check_folder(disk, 0)  # fail before measuring
     if picture is not None:
         _check_picture(picture)
     device = choose_device()
     known = Known(device, cpu_threads(asked.threads), asked.again)
     bar = TerminalProgress(counted=True)
     try:
-        limits = known.limits(disk, bar)
+        limits = known.limits(bar)
         costs = known.costs(shape, DTYPES[asked.dtype], bar)
     finally:
         bar.stop()
@@ -171,15 +165,13 @@ def _print_tables(measured: _Measured) -> None:
     from rich.console import Console
 
     from overspill.probe.known import is_temporary
-    from overspill.probe.table import costs_lines, costs_table, limits_table, transfers_table
+    from overspill.probe.table import costs_lines, costs_table, limits_table
 
     limits, costs, known = measured.limits, measured.costs, measured.known
     console = Console(highlight=False, soft_wrap=True)
     for line in (known.profile.machine, *(f"  {line}" for line in measured.missing), ""):
         console.print(line, markup=False)
-    console.print(
-        transfers_table(limits, measured.on_gpu), limits_table(limits), costs_table(costs)
-    )
+    console.print(limits_table(limits, measured.on_gpu), costs_table(costs))
     where = "for this process only" if is_temporary(known.file) else str(known.file)
     cached = "" if known.measured else " (cached; --again measures again)"
     for line in (

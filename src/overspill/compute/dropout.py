@@ -26,7 +26,7 @@ _ELEMENTS_AT_ONCE = 1 << 16
 
 
 class Site(IntEnum):
-    """Where in an expert elements are dropped; masks of different sites are independent."""
+    """Place in an expert where elements are dropped. Masks of different sites are independent."""
 
     HIDDEN = 0
     OUTPUT = 1

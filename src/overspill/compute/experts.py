@@ -34,7 +34,7 @@ class WaveGrads:
     """[n, ...] for each tensor of a record, in the order of the record; empty without `need_dw`."""
     drow_weight_R: Tensor
     adapters: tuple[LowRankGrads | None, LowRankGrads | None] = (None, None)
-    """Those of w_in and w_out, where they have low-rank parts; without the scale."""
+    """Gradients of the low-rank parts of w_in and w_out, without the scale."""
 
 
 TakeRows = Callable[[Tensor], None]

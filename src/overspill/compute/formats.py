@@ -10,6 +10,11 @@ from torch import Tensor
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 """The value of each code of one sign bit, two bits of exponent and one of mantissa."""
+IQ4_NL = tuple(
+    float(code)
+    for code in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+)
+"""The value of each code of GGUF's type of that name, which are not evenly spaced."""
 UNSIGNED = tuple(float(code) for code in range(16))
 
 
@@ -63,6 +68,13 @@ def unpack_awq(words: Tensor) -> Tensor:
     are in the lower half of a word, the odd ones in the upper half."""
     codes = unpack_integers(words, 4)
     return codes.view(*words.shape, 2, 4).mT.reshape(codes.shape)
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """[..., n] bytes of codes of 1 or 2 bits, the first one in the lowest, to [..., n * 8 / bits]
+    integers from 0 on, as float32."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2).float()
 
 
 def scale_groups(values: Tensor, scales: Tensor, group: int) -> None:

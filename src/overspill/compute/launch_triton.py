@@ -27,16 +27,16 @@ class Launch:
         self,
         grid: tuple[int, int],
         tensors: tuple[Tensor, ...],
-        constants: tuple[int, ...],
+        constants: tuple[object, ...],
         numbers: tuple[float, ...] = (),
     ) -> None:
         device = tensors[0].device
         with _on(device):
-            if self._interpreted or any(tensor.data_ptr() % _ALIGNED for tensor in tensors):
+            if self._interpreted:
                 self._kernel[grid](*tensors, *numbers, *constants, num_warps=self._warps)
                 return
-            dtypes = (tensor.dtype for tensor in tensors)
-            key = device, constants, *dtypes, *map(_kind, numbers)
+            types = ((tensor.dtype, tensor.data_ptr() % _ALIGNED == 0) for tensor in tensors)
+            key = device, constants, *types, *map(_kind, numbers)
             compiled = self._compiled.get(key)
             if compiled is None:
                 compiled = self._kernel.warmup(

@@ -99,7 +99,7 @@ class Adapters(NamedTuple):
     w_out: LowRank | None = None
 
     def part(self, first: int, stop: int) -> "Adapters":
-        """Those of neighbouring experts."""
+        """Return the low-rank parts of the experts from `first` to `stop`."""
         return Adapters(*(None if each is None else each.part(first, stop) for each in self))
 
 

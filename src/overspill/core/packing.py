@@ -14,6 +14,9 @@ class Kind(StrEnum):
     INTEGERS = "integers packed in int32 (weight_packed)"
     GPTQ = "GPTQ (qweight, g_idx)"
     AWQ = "AWQ (qweight)"
+    IQ4_NL = "IQ4_NL of GGUF"
+    K_QUANT = "Q4_K, Q5_K or Q6_K of GGUF"
+    BLOCKS = "blocks of GGUF"
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,11 @@ class Scheme:
     bits: int = 4
     zero_offset: int = 0
     """What stored zero points lack."""
+
+
+QUANTIZATIONS = {
+    "mxfp4": Scheme(Kind.E2M1, (1, 32)),
+    "int4": Scheme(Kind.INTEGERS, (1, 32)),
+    "fp8": Scheme(Kind.E4M3, (128, 128), 8),
+}
+"""The ways in which Overspill packs plain weights, by the values of `quantize`."""

@@ -24,7 +24,7 @@ from overspill.hardware.machine import gpu, total_memory, usable_cores
 from overspill.hardware.native import cache_folder
 
 _log = logging.getLogger("overspill")
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -82,32 +82,17 @@ class ExpertCosts:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Bytes a second between pinned host memory and the GPU, in copies of `size` bytes."""
-
-    size: int
-    up: float
-    down: float
-    up_both: float
-    """Both directions at once."""
-    down_both: float
-
-
-@dataclass(frozen=True)
 class MachineProfile:
-    """Bandwidths and compute rates. None: there is no such device, or it was not requested."""
+    """How fast experts in host memory are read: serving chooses by it who computes them."""
 
     cores: int
     """Cores used by the measurements."""
     kernel: str
     """Instruction set of the CPU kernels."""
-    transfers: tuple[Transfer, ...]
+    link: float
+    """Bytes a second that are copied from pinned host memory to the GPU."""
     host_read: float
     """Bytes a second that these cores together read from host memory."""
-    ssd_read: float | None
-    ssd_write: float | None
-    matrix: float | None
-    """Operations a second of a large bf16 matrix product on the GPU."""
 
 
 @dataclass(frozen=True)

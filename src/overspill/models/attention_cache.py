@@ -27,11 +27,11 @@ class Keys(Enum):
     """Which keys the tokens of an attention module see."""
 
     BEFORE = auto()
-    """Those of the tokens before them in their sequence, and their own."""
+    """Keys of the tokens before them in their sequence, and their own."""
     SOURCE = auto()
-    """Those of the source of their sequence: the decoder of an encoder-decoder."""
+    """Keys of the source of their sequence: the decoder of an encoder-decoder."""
     TOGETHER = auto()
-    """Those of all tokens of their sequence: an encoder, whose keys are not kept."""
+    """Keys of all tokens of their sequence: an encoder, whose keys are not kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ _DECODER = AttentionRole(Keys.BEFORE)
 
 
 class AttentionOptions(NamedTuple):
-    """What differs between models and layers."""
+    """Options of attention that differ between models and layers."""
 
     scale: float | None = None  # None: one over the square root of the width
     window: int | None = None  # a token sees so many, itself included

@@ -1,4 +1,4 @@
-"""What a model may use of the machine: budgets, and the settings that override them."""
+"""Budgets of a model, and the settings that override them."""
 
 import dataclasses
 from contextlib import AbstractContextManager

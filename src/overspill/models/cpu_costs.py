@@ -26,6 +26,8 @@ def why_no_cpu_experts(
         return "cpu_experts is off"
     if device.type != "cuda":
         return "there is no GPU"
+    if layout.format is not None:
+        return "the CPU kernel for prompts does not read packed experts"
     unsupported = why_unsupported(layout.dtype, layout.shape, None)
     if unsupported is not None:
         return f"the CPU kernel does not support {unsupported}"

@@ -21,15 +21,15 @@ _BUFFERS = 3 << 29
 
 
 class ExpertSource(Protocol):
-    """Where weights of experts come from, if not from the model."""
+    """Source of the weights of experts other than the model."""
 
     @property
     def format(self) -> WeightFormat | None:
         """How the weights that `fill` writes are packed."""
 
     @property
-    def copies(self) -> bool:
-        """Whether `fill` needs buffers of its own."""
+    def buffer_bytes(self) -> int:
+        """Memory that `fill` needs beside a record."""
 
     def fill(self, expert: ExpertId, record: Tensor) -> None: ...
 
@@ -65,7 +65,7 @@ def fill_experts(
     else:
         placement = engine.placement  # a buffer on the way to the disk or the device
         staged = placement.mode != "host" or placement.homes > 0
-        buffers = engine.layout.weight_bytes * (int(staged) + 2 * int(source.copies))
+        buffers = engine.layout.weight_bytes * int(staged) + source.buffer_bytes
         engine.records.fill(fill, reader_threads(buffers), on_host=True)
     if replicas is not None:
         weights = digest(sorted(checksums.items()))

@@ -15,7 +15,7 @@ def is_first(engine: Engine) -> bool:
 
 
 def together(engine: Engine, what: str) -> AbstractContextManager[object]:
-    """What all ranks do, or none; see `Ranks.together`."""
+    """Context of an action that all ranks complete, or none; see `Ranks.together`."""
     return nullcontext() if engine.ranks is None else engine.ranks.together(what)
 
 

@@ -25,13 +25,13 @@ from overspill.tiers.layout import RecordLayout, WeightFormat
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What an engine is made of."""
+    """Parts from which an engine is made."""
 
     part: ModelPart
     layout: RecordLayout
     placement: Placement
     settings: Settings
-    """Those of this rank."""
+    """Settings of this rank."""
     gpu_memory: int | None
     """The budget of the GPU in bytes; None: the model shares what is free."""
 
@@ -60,7 +60,7 @@ def plan_offload(
         ranks.check_same(facts(model, layers, layout, budgets))
     parameters = [p for layer in layers for p in layer.expert_parameters()]
     frozen = not any(layer.trained for layer in layers)
-    sizes = _sizes(model, parameters, layout, part, frozen)
+    sizes = _sizes(model, parameters, layout, part, frozen, device)
     if budgets.shard_dense:
         check_shardable(model, parameters, ranks, device)
         assert ranks is not None
@@ -81,11 +81,13 @@ def _sizes(
     layout: RecordLayout,
     part: ModelPart,
     frozen: bool,
+    device: torch.device,
 ) -> ModelSizes:
-    """What is frozen has neither gradients nor optimizer states; `frozen` are all experts."""
+    """Frozen parameters have neither gradients nor optimizer states; `frozen`: all experts are."""
     training = model.training
     blocks = dense_blocks(model, set(map(id, experts)))
-    dense, dense_states = unpacking.buffer_bytes(layout), 0
+    dense_states = 0
+    dense = unpacking.buffer_bytes(layout, device, part.experts.n_local)
     for parameter in (p for block in blocks for p in block.parameters):
         trained = training and parameter.requires_grad
         dense += parameter.nbytes * (2 if trained else 1)  # weight and gradient

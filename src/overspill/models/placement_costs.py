@@ -1,4 +1,4 @@
-"""What dynamic placement costs and gains on this machine."""
+"""Measured costs and gains of dynamic placement on this machine."""
 
 import torch
 

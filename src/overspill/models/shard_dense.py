@@ -45,7 +45,7 @@ def check_shardable(
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """What is gathered together: the modules of each unit, and the rest of the model."""
+    """Yield the modules that are gathered together: those of each unit, and the rest."""
     inside: set[nn.Module] = set()
     for unit in units(model):
         modules = list(unit.modules())
@@ -98,8 +98,8 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def device_bytes(model: nn.Module, experts: Sequence[Tensor], n_ranks: int) -> int:
-    """What weights and gradients need on each device: a part of all, and what is gathered at once:
-    the rest, a block that computes and the next one."""
+    """Bytes of weights and gradients on each device: a part of all, and the whole of the modules
+    that are gathered at once: the rest, a block that computes and the next one."""
     excluded = {id(p) for p in experts}
 
     def nbytes(module: nn.Module) -> int:

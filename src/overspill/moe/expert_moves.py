@@ -21,7 +21,7 @@ from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.homes import DeviceShare, spread_homes
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Exchange, exchanges
 from overspill.tiers.home_changes import HomeChanges
 from overspill.tiers.store import ExpertStore
 
@@ -266,18 +266,20 @@ class ExpertMoves:
             _log.warning("experts stay where they are: %s", error)
 
     def _follow_usage(self) -> None:
-        """Lets the most used experts live on the device."""
+        """Lets the experts with the most token rows of the last forward live on the device."""
         if (streaming := self._streaming.started) is None:
             return
         with self._store.lock:
-            usage = streaming.compute.cursor.usage
+            n_local = self._store.experts.n_local  # not experts of other ranks
+            counts = streaming.compute.cursor.last_counts()
+            rows = [None if own is None else own[:n_local] for own in counts]
             most = max(1, _EXCHANGED_BYTES // self._store.layout.weight_bytes)
-            exchanges = usage.decide(self._store.homes, most)
-        if not exchanges:
+            found = exchanges(rows, self._store.homes, most)
+        if not found:
             return
         try:
-            self.exchange(exchanges)
+            self.exchange(found)
         except torch.OutOfMemoryError:  # two records need memory meanwhile; others stay in place
             _log.info("there is no GPU memory left to exchange experts by their usage")
         else:
-            _log.info("%d experts moved to the GPU in place of less used ones", len(exchanges))
+            _log.info("%d experts moved to the GPU in place of less used ones", len(found))

@@ -1,11 +1,10 @@
 """Which parameters of optimizers are pre-gates. Refuses to train a model with pre-gates that no
 optimizer updates.
 
-Checked once for each optimizer of torch, before its first step. An optimizer for the pre-gates may
-be another one: all optimizers of the process are looked at before an error is raised.
+Checked once for each optimizer of torch, before its second step: an optimizer for the pre-gates may
+be another one, which has taken its first step by then.
 """
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,6 +20,7 @@ _LOCK = threading.Lock()  # guards all below
 _CHAINS: weakref.WeakSet["Chain"] = weakref.WeakSet()
 _TRAINED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Stacks with pre-gates that have run a forward with gradients."""
+_STEPPED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _HOOKS: list[Any] = []
 
@@ -56,30 +56,26 @@ def are_pregates(parameters: Iterable[nn.Parameter]) -> list[bool]:
 
 def _check(optimizer: Optimizer, *_: object) -> None:
     with _LOCK:
-        stacks = [] if optimizer in _CHECKED else list(_TRAINED)
-    if not stacks:
+        is_second = optimizer in _STEPPED and optimizer not in _CHECKED
+        _STEPPED.add(optimizer)
+        stacks, optimizers = list(_TRAINED), list(_STEPPED)
+    if not is_second or not stacks:
         return
     mine = _parameters(optimizer)
+    covered = set().union(*map(_parameters, optimizers))
     for stack in stacks:
-        if not mine.isdisjoint(map(id, stack.parameters())):
-            _check_stack(stack, mine)
+        if mine.isdisjoint(map(id, stack.parameters())):
+            continue
+        missing = next((name for name, p in _pregates(stack) if id(p) not in covered), None)
+        if missing is not None:
+            raise ConfigError(
+                f"{missing} is a pre-gate, and no optimizer that has taken a step has it: it would "
+                "stay as it is while the model is trained. Give all parameters of the model to the "
+                "optimizer, freeze the pre-gates with requires_grad_(False), or let their own "
+                "optimizer take a step first"
+            )
     with _LOCK:
         _CHECKED.add(optimizer)
-
-
-def _check_stack(stack: nn.Module, mine: set[int]) -> None:
-    missing = {id(p): name for name, p in _pregates(stack) if id(p) not in mine}
-    if missing:
-        for other in gc.get_objects():
-            if issubclass(type(other), Optimizer):
-                for covered in _parameters(other):
-                    missing.pop(covered, None)
-    if missing:
-        raise ConfigError(
-            f"{next(iter(missing.values()))} is a pre-gate, and no optimizer has it: it would stay "
-            "as it is while the model is trained. Give all parameters of the model to the "
-            "optimizer, or freeze the pre-gates with requires_grad_(False)"
-        )
 
 
 def _pregates(stack: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -9,6 +9,7 @@ from overspill.transfer.new_uploader import UPLOADERS
 from overspill.transfer.streams import Inject
 
 PLACEMENTS = ("auto", "static", "dynamic")
+POPULARITIES = ("history", "learned")
 RECEIVED_ROWS = ("send", "keep", "auto")
 CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 """From the token rows of each expert to the positions of those that the CPU computes."""
@@ -22,9 +23,10 @@ class Settings:
     """After the first batches, let as many experts live on the GPU as its memory allows; before a
     larger batch some leave it again. Only with mode "auto", and if neither slots nor gpu_experts
     are given."""
-    follow_usage: bool = True
-    """While experts are not trained, let the most used ones of each layer live on the GPU: they
-    exchange places with experts that are used less. Not with activations="keep"."""
+    follow_usage: bool = False
+    """While experts are not trained, let those of each layer live on the GPU that had the most
+    token rows in the last forward: they exchange places with others. Not with
+    activations="keep"."""
     overlap_updates: bool = True
     """Update an expert as soon as its gradient is complete, while backward goes on."""
     overlap_uploads: bool = True
@@ -44,6 +46,11 @@ class Settings:
     backward, and forms the gradients of their weights in host memory."""
     cpu_policy: CpuPolicy | None = None
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
+    popularity: str = "history"
+    """How the token rows of the experts of later layers are expected in forward, before their
+    routing is known: as in the last passes ("history"), or by the popularity predictor, which
+    learns from the routing of every pass ("learned"), in layers in which it is closer. Uploads
+    ahead and the split between CPU and GPU follow it."""
     uploader: str = "auto"
     """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
     placement: str = "auto"
@@ -77,6 +84,10 @@ class Settings:
             raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
         if self.uploader not in UPLOADERS:
             raise ConfigError(f"uploader={self.uploader!r} must be one of {', '.join(UPLOADERS)}")
+        if self.popularity not in POPULARITIES:
+            raise ConfigError(
+                f"popularity={self.popularity!r} must be one of {', '.join(POPULARITIES)}"
+            )
         if self.placement not in PLACEMENTS:
             raise ConfigError(
                 f"placement={self.placement!r} must be one of {', '.join(PLACEMENTS)}"

@@ -8,46 +8,51 @@ import torch
 from overspill.moe.layer_pass import Wave
 from overspill.tiers.layout import RecordLayout
 
-_BUFFER = 64 << 20
-"""Bytes of unpacked experts at once, if one is not larger."""
+_BUFFER = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Bytes of unpacked experts at once, if one is not larger: on a GPU, of enough experts that the
+launches take less time than their products."""
 
 
-def buffer_bytes(layout: RecordLayout) -> int:
-    """Memory of the experts that are unpacked at once."""
+def buffer_bytes(layout: RecordLayout, device: torch.device, n_experts: int) -> int:
+    """Memory of the experts of a layer that are unpacked at once."""
     if layout.format is None:
         return 0
-    return max(_BUFFER, layout.shape.numel * layout.dtype.itemsize)
+    each = layout.shape.numel * layout.dtype.itemsize
+    return each * min(n_experts, max(1, _BUFFER[device.type] // each))
 
 
-def unpacked(waves: Iterator[Wave], layout: RecordLayout) -> Iterator[Wave]:
-    """The same waves in the dtype of computation: those of packed experts in parts, each of which
-    is valid until the next."""
+def unpacked(
+    waves: Iterator[Wave], layout: RecordLayout, layer: int, n_experts: int
+) -> Iterator[Wave]:
+    """The same waves of a layer with `n_experts`, in the dtype of computation: those of packed
+    experts in parts, each of which is valid until the next."""
     if layout.format is None:
         yield from waves
         return
-    each = layout.shape.numel
-    n_experts = buffer_bytes(layout) // (each * layout.dtype.itemsize)
-    memory = None
+    memory, format = None, layout.format.of_layer(layer)
     for wave in waves:
         assert wave.counts is not None
         starts = [0, *itertools.accumulate(wave.counts)]
         if memory is None:
-            device = wave.weights.device
-            memory = torch.empty(n_experts, each, dtype=layout.dtype, device=device)
-        for first in range(0, len(wave.counts), n_experts):
-            stop = min(first + n_experts, len(wave.counts))
+            flat = torch.empty(
+                buffer_bytes(layout, wave.weights.device, n_experts),
+                dtype=torch.uint8,
+                device=wave.weights.device,
+            )
+            memory = flat.view(layout.dtype).view(-1, layout.shape.numel)
+        for first in range(0, len(wave.counts), len(memory)):
+            stop = min(first + len(memory), len(wave.counts))
             if starts[first] == starts[stop]:
                 continue
-            for row, expert in enumerate(range(first, stop)):
-                if wave.counts[expert]:
-                    layout.unpack(wave.weights[expert], memory[row])
-            ends = wave.ends[first:stop]
+            weights, counts = memory[: stop - first], wave.counts[first:stop]
+            ends = wave.ends[first:stop] - starts[first] if first else wave.ends[:stop]
+            format.unpack_several(wave.weights[first:stop], weights, counts, ends)
             yield Wave(
                 wave.first + first,
                 wave.first + stop,
                 wave.start + starts[first],
                 wave.start + starts[stop],
-                memory[: stop - first],
-                ends - starts[first] if first else ends,
-                wave.counts[first:stop],
+                weights,
+                ends,
+                counts,
             )

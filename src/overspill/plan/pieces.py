@@ -7,6 +7,9 @@ _GAIN = 1.5
 _RETRY = 16
 """Batches after which a size that was not worthwhile is tried again: one slow batch may be the
 fault of something else."""
+_SECONDS, _TIMES = 0.5, 2.0
+"""A piece takes at most so long, or so many times as long as the smallest: a prompt that arrives
+meanwhile waits for its end."""
 
 
 class PieceSizes:
@@ -14,7 +17,8 @@ class PieceSizes:
 
     A batch with hundreds of tokens reads nearly all experts and, where experts are streamed,
     uploads them. While this takes most of its time, a batch with four times as many tokens takes
-    hardly longer. So pieces grow until four times the tokens take about four times as long.
+    hardly longer. So pieces grow until four times the tokens take about four times as long, or
+    until prompts that arrive meanwhile would wait too long.
     """
 
     def __init__(self, least: int, most: int | None = None) -> None:
@@ -45,8 +49,23 @@ class PieceSizes:
                 break
         if self._most is not None:
             room = min(room, self._most)
+        longest = max(_SECONDS, _TIMES * self._cost.get(self._least, 0.0) * self._least)
+        while size > self._least and self._expected(min(size, room)) > longest:
+            size //= _GROWTH
         size = max(self._least, min(size, room))
         return size if self._fits is None else min(size, self._fits)
+
+    def _expected(self, tokens: int) -> float:
+        """The seconds that a piece is expected to take, by the two largest that are not larger; 0
+        if that is unknown, or if this size was measured long ago."""
+        known = sorted(size for size in self._cost if size <= tokens)[-2:]
+        if len(known) < 2:
+            return 0.0
+        small, large = known
+        if tokens == large and self._count - self._measured_at[large] >= _RETRY:
+            return 0.0
+        before, seconds = self._cost[small] * small, self._cost[large] * large
+        return seconds + max(0.0, seconds - before) * (tokens - large) / (large - small)
 
     def record(self, tokens: int, seconds: float) -> None:
         """A batch with so many tokens of prompts has taken this time. Only full pieces count."""

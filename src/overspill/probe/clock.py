@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,10 +33,8 @@ class Effort:
     """Seconds of one point after which a curve is cut short."""
     cold: int | None = None
     """Bytes to cycle through, so that no cache holds the next expert; None: by the cache sizes."""
-    largest_copy: int = 64 << 20
-    largest_matrix: int = 8192
-    disk: int = 1 << 30
-    """Most bytes written to a disk and read again."""
+    copy: int = 64 << 20
+    """Bytes of one copy over the link."""
 
 
 def always() -> bool:
@@ -124,13 +121,11 @@ class BackgroundCopies:
                 mark.wait()
 
 
-def copy_seconds(limit: float, *flows: BackgroundCopies) -> list[float]:
-    """Time of a copy of each, when all run at once and nothing else does."""
-    with ExitStack() as stack:
-        for flow in flows:
-            stack.enter_context(flow)
-        repeat(lambda: time.sleep(0.001), limit, lambda: all(flow.enough() for flow in flows))
-    return [flow.seconds for flow in flows]
+def copy_seconds(limit: float, copies: BackgroundCopies) -> float:
+    """Time of a copy when nothing else runs."""
+    with copies:
+        repeat(lambda: time.sleep(0.001), limit, copies.enough)
+    return copies.seconds
 
 
 class Steps:

@@ -136,7 +136,7 @@ class _ExpertBench:
             torch.cuda.empty_cache()  # budgets count cached memory
 
     def load(self) -> float:
-        return copy_seconds(self.effort.seconds, self._uploads())[0]
+        return copy_seconds(self.effort.seconds, self._uploads())
 
     def contention(self, load: float) -> tuple[float, float]:
         """Seconds of an upload while the CPU computes, and the factor by which the CPU is slower

@@ -17,7 +17,7 @@ from overspill.hardware.profile import (
     write_profile,
 )
 from overspill.probe.experts import dtype_name, measure_expert
-from overspill.probe.measure import measure_disk, measure_machine
+from overspill.probe.measure import measure_machine
 from overspill.tiers.slab import Progress
 
 _log = logging.getLogger("overspill")
@@ -57,19 +57,11 @@ class Known:
         self._keep(self.profile.with_costs(costs))
         return costs
 
-    def limits(self, disk: Path | None = None, progress: Progress | None = None) -> MachineProfile:
-        """With the bandwidths of the disk of a folder, which are always measured: the stored ones
-        may be of another disk."""
+    def limits(self, progress: Progress | None = None) -> MachineProfile:
         known = self.profile.limits
-        if known is None or known.cores != self._threads or self._again:
-            limits = measure_machine(self._device, self._threads, disk, progress)
-            if disk is None and known is not None:
-                limits = replace(limits, ssd_read=known.ssd_read, ssd_write=known.ssd_write)
-        elif disk is None:
+        if known is not None and known.cores == self._threads and not self._again:
             return known
-        else:
-            ssd_read, ssd_write = measure_disk(disk)
-            limits = replace(known, ssd_read=ssd_read, ssd_write=ssd_write)
+        limits = measure_machine(self._device, self._threads, progress)
         self._keep(replace(self.profile, limits=limits))
         return limits
 

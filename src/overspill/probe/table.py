@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from overspill.core.sizes import format_size
 from overspill.hardware.profile import ExpertCosts, MachineProfile
 from overspill.probe.comparison import comparisons
 
@@ -29,29 +28,14 @@ def lacking(cores: int, kernel: str, gpu: bool) -> list[str]:
     return lines
 
 
-def limits_table(limits: MachineProfile) -> "Table":
+def limits_table(limits: MachineProfile, gpu: bool) -> "Table":
     table = _table("", "measured", title="The machine")
+    cores = f"{limits.cores} core{'s' * (limits.cores > 1)}"
+    table.add_row(f"host memory, read by {cores}", _gb(limits.host_read))
     table.add_row(
-        f"host memory, read by {limits.cores} core{'s' * (limits.cores > 1)}", _gb(limits.host_read)
+        "copies from host to GPU" if gpu else "copies within host memory", _gb(limits.link)
     )
-    matrix = "no GPU" if limits.matrix is None else _tflops(limits.matrix)
-    table.add_row("bf16 matrix product, GPU", matrix)
-    if limits.ssd_read is None or limits.ssd_write is None:
-        disk = "not measured: give --disk FOLDER"
-    else:
-        disk = f"{_gb(limits.ssd_read)} read, {_gb(limits.ssd_write)} written"
-    table.add_row("disk, direct I/O", disk)
     table.add_row("CPU kernels", limits.kernel)
-    return table
-
-
-def transfers_table(limits: MachineProfile, gpu: bool) -> "Table":
-    heads = ("bytes per copy", "up", "down", "up, both at once", "down, both at once")
-    title = "Host and GPU, GB/s" if gpu else "Copies within host memory, GB/s"
-    table = _table(*heads, title=title)
-    for row in limits.transfers:
-        rates = (row.up, row.down, row.up_both, row.down_both)
-        table.add_row(format_size(row.size), *(f"{rate / 1e9:.1f}" for rate in rates))
     return table
 
 
@@ -110,7 +94,3 @@ def _ms(seconds: float) -> str:
 
 def _gb(rate: float) -> str:
     return f"{rate / 1e9:.1f} GB/s"
-
-
-def _tflops(rate: float) -> str:
-    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GFLOP/s"

@@ -11,7 +11,7 @@ def check_whole(name: str, value: object, least: int) -> None:
 
 
 def check_not_given(options: Mapping[str, object]) -> None:
-    """What a model that is loaded already was loaded with."""
+    """Refuse arguments with which a model was loaded that is loaded already."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(

@@ -9,7 +9,7 @@ from overspill.serve.checkpoints import Checkpoints
 _ROOT = 0
 
 Key = tuple[int, tuple[int, ...]]
-"""What a full block holds: the number of the block before it, and its tokens."""
+"""Content of a full block: the number of the block before it, and its tokens."""
 
 
 class BlockPool:

@@ -43,15 +43,21 @@ class ModelSection:
     copy what is missing: when it is needed, all of the next layer, what its router would choose
     now, or what pre-gates have chosen."""
     migrate: Literal["auto", "cpu", "copy"] = "auto"
-    """What is done with experts that the mode names ahead: cpu: the CPU loads and computes them;
+    """Treatment of experts that the mode names ahead: cpu: the CPU loads and computes them;
     copy: they are copied to the GPU; auto: usual for the mode, by the rates of overspill probe."""
+    predictor: Literal["gates", "learned"] | None = None
+    """What names experts of the next layer with --mode lookahead: copies of its gates, the default,
+    or a predictor that learns from prompts and answers."""
     slots: NotNegativeInt | None = None
     """GPU slots for copies of experts, 0 for none; overrides --gpu-memory."""
     cache_policy: Literal["lfu", "lru"] = "lfu"
     """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
     longest time (lru)."""
     packed: bool = False
-    """Keep the experts of a quantized checkpoint packed in memory; with --device cpu."""
+    """Keep the experts of a quantized checkpoint packed in memory."""
+    quantize: Literal["mxfp4", "int4", "fp8"] | None = None
+    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; see also
+    overspill export --quantize."""
     host_slots: Count | None = None
     """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
     context: Count = 4096
@@ -101,6 +107,8 @@ class ModelSection:
             migrate=self.migrate,
             cache_policy=self.cache_policy,
             packed=self.packed,
+            quantize=self.quantize,
+            predictor=self.predictor,
             settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
         )
 

@@ -271,7 +271,7 @@ class _Bytes:
 
 
 def _special_tokens(codec: Codec, vocabulary: int) -> list[int]:
-    """Those that are left out of the text."""
+    """Return the tokens that are left out of the text."""
     if codec.library is None:
         return []
     added = codec.library.get_added_tokens_decoder()

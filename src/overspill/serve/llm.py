@@ -20,7 +20,7 @@ from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
 from overspill.serve.checkpoints import Checkpoints
-from overspill.serve.decode.modes import check_migrate, check_mode, new_mode
+from overspill.serve.decode.modes import check_migrate, check_mode, check_predictor, new_mode
 from overspill.serve.grammar import Compilation, Grammars
 from overspill.serve.loop import ServingLoop
 from overspill.serve.pacing import Pacing
@@ -69,7 +69,9 @@ class LLM:
     ahead, and `migrate` what is done with them: the CPU loads and computes them ("cpu"), they are
     copied to the GPU ("copy"), or what is usual for the mode and faster on this machine ("auto").
     `cache_policy` says which expert leaves a GPU slot: the one that was used least of late ("lfu"),
-    or not for the longest time ("lru"). `prefill_chunk` is the most tokens of prompts that a
+    or not for the longest time ("lru"). `predictor` says what names experts in mode "lookahead":
+    copies of the "gates" of the next layer (the default), or one that is "learned" from prompts and
+    answers, and saved when the LLM is closed. `prefill_chunk` is the most tokens of prompts that a
     batch computes; without, batches are as large as is fast and fits into memory. The other
     arguments are those of `overspill.load`.
 
@@ -98,8 +100,11 @@ class LLM:
         cache_policy: str = "lfu",
         settings: Settings | None = None,
         packed: bool = False,
+        quantize: str | None = None,
+        predictor: str | None = None,
     ) -> None:
         check_mode(mode)
+        check_predictor(predictor, mode)
         if cache_policy not in CACHE_POLICIES:
             known = ", ".join(map(repr, CACHE_POLICIES))
             raise ConfigError(f"cache_policy={cache_policy!r} must be one of {known}")
@@ -120,7 +125,7 @@ class LLM:
                 "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
                 "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
                 "device": device, "dtype": dtype, "settings": settings,
-                "packed": packed or None,
+                "packed": packed or None, "quantize": quantize,
             }  # fmt: skip
             check_not_given(given)
             if adapter is not None:
@@ -129,7 +134,7 @@ class LLM:
                     "loaded already, load what overspill.merge makes of both"
                 )
         asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed)
+        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed, quantize)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""
@@ -140,7 +145,7 @@ class LLM:
         try:
             check_migrate(migrate, mode, self.device)  # a given model may be on another one
             decoding = slots, mode, migrate, cache_policy
-            self._loop = self._new_loop(max_batch, *decoding, prefill_chunk)
+            self._loop = self._new_loop(max_batch, *decoding, prefill_chunk, predictor)
         except BaseException:  # the mode may not be for this model
             if source.owned:
                 source.model.overspill.close()
@@ -160,6 +165,7 @@ class LLM:
         migrate: str,
         cache_policy: str,
         prefill_chunk: int | None,
+        predictor: str | None,
     ) -> ServingLoop:
         source = self._source
         new_mode(mode, pregate_level(source.model))  # it may refuse the model
@@ -173,7 +179,7 @@ class LLM:
             fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
             decoding = slots, mode, migrate, cache_policy, checkpoints
-            runner = PagedRunner(source.model, self.device, *limits, *decoding)
+            runner = PagedRunner(source.model, self.device, *limits, *decoding, predictor=predictor)
         else:
             runner = SequentialRunner(source.model, self.device)
         # what a decoder computes depends on the source too; states are found in checkpoints
@@ -260,7 +266,7 @@ class LLM:
         self._loop.restart()
 
     def stats(self) -> dict[str, Any]:
-        """What was served so far, and where the experts are. It waits for no batch."""
+        """Return counters of requests and tokens, and the places of experts. Waits for no batch."""
         stats, engine = self._loop.stats, self.model.overspill
         pool, scheduler = self._loop.scheduler.pool, self._loop.scheduler
         waits = sorted(stats.waits)

@@ -33,7 +33,7 @@ class Pass:
 
     batch: list[Work]
     requests: list[Request]
-    """Those that get a token."""
+    """Requests that get a token."""
     choice: Choice | None
     """Their tokens; None if there are none."""
     began: float

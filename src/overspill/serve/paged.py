@@ -49,7 +49,7 @@ class Span:
 
 
 class Layout:
-    """Where the tokens of a batch are: one sequence after another."""
+    """Positions of the tokens of a batch: one sequence after another."""
 
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
         self.spans = spans

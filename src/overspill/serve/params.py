@@ -14,7 +14,7 @@ _MOST_PENALTY, _MOST_BIAS = 2, 100  # as in OpenAI's interface
 _LONGEST_SCHEMA = 65_536
 """Characters."""
 DECODER_FIELDS = ("src_lang", "tgt_lang", "decoder_prompt")
-"""Those of `SamplingParams` that only encoder-decoders have."""
+"""Fields of `SamplingParams` that only encoder-decoders have."""
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ class Usage:
     prompt_tokens: int
     new_tokens: int
     cached_tokens: int
-    """Those of the prompt whose keys and values were in the cache already."""
+    """Tokens of the prompt whose keys and values were in the cache already."""
 
 
 @dataclass
 class Result:
-    """What a request gave."""
+    """Result of a request."""
 
     text: str
     token_ids: list[int]

@@ -69,7 +69,7 @@ class Request:
         return len(self.tokens) > self.prompt_tokens
 
     def draw(self, ahead: int = 0) -> Draw:
-        """What decides the next token, or one that many tokens later."""
+        """Return the inputs of the choice of the next token, or of one `ahead` tokens later."""
         adjust = None if self._rules is None else self._rules.adjust
         number = len(self.tokens) - self.prompt_tokens + ahead
         return Draw(self.params, self._seed, number, adjust)
@@ -81,7 +81,7 @@ class Request:
 
     @property
     def pending_source(self) -> int:
-        """Those of the source, which is computed at once, with the first token after it."""
+        """Number of source tokens, which are computed at once with the first token after them."""
         return 0 if self.source_computed else len(self.source)
 
     @property

@@ -1,4 +1,4 @@
-"""What changes the logits of a request before its token is chosen."""
+"""Changes to the logits of a request before its token is chosen."""
 
 from collections import Counter
 from collections.abc import Collection

@@ -79,7 +79,7 @@ class Runner(abc.ABC):
         """Nothing is computed for a while."""
 
     def stats(self) -> dict[str, Any]:
-        """What was found where, if that is known."""
+        """Return counters of experts by the place where they were found, if known."""
         return {}
 
     def take_spans(self) -> list[TraceSpan]:
@@ -112,11 +112,12 @@ class PagedRunner(Runner):
         migrate: str = "auto",
         cache_policy: str = "lfu",
         checkpoints: Checkpoints | None = None,
+        predictor: str | None = None,
     ) -> None:
         """`fused`: one new token of each request is computed by kernels for that. `slots` experts
         of host memory get a copy on the device for it (None: as many as fit), and leave by
-        `cache_policy` of plan/eviction. `mode` and `migrate` are those of decode/modes. With
-        `checkpoints`, passes copy states for them."""
+        `cache_policy` of plan/eviction. `mode`, `migrate` and `predictor` are those of
+        decode/modes. With `checkpoints`, passes copy states for them."""
         self._model = model
         self._device = device
         self._engine: Engine = model.overspill
@@ -144,7 +145,7 @@ class PagedRunner(Runner):
             from overspill.serve.decode import decode
 
             limits = context, max_batch, slots, mode, migrate, cache_policy
-            others = self._seq2seq, self._states
+            others = self._seq2seq, self._states, predictor
             self._decode = decode.Decode(model, self._cache, *limits, *others)
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read

@@ -18,8 +18,8 @@ _MULTIPLIER, _SEEDS = 0x9E3779B97F4A7C15, 1 << 63
 
 
 class Draw(NamedTuple):
-    """What decides a token beside its logits. The noise is a function of seed and number: what runs
-    beside a request, and what is computed twice, changes nothing."""
+    """Inputs of the choice of a token beside its logits. The noise is a function of seed and
+    number: other requests of the batch, and tokens that are computed twice, change nothing."""
 
     params: SamplingParams
     seed: int  # of the request

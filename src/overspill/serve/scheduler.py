@@ -17,7 +17,7 @@ class Work(NamedTuple):
 
     @property
     def n_new(self) -> int:
-        """Those after the source."""
+        """The number of tokens after the source."""
         return self.n_tokens - self.request.pending_source
 
 
@@ -71,8 +71,8 @@ class Scheduler:
         self.pool.forget()
 
     def next_batch(self, prompts: bool = True) -> list[Work]:
-        """What is computed next; empty if there is nothing to do. Without `prompts`, only requests
-        that have their next token, if there are any."""
+        """Return the work that is computed next; empty if there is none. Without `prompts`, only
+        requests that have their next token, if there are any."""
         batch: list[Work] = []
         for request in list(self.running):
             if request.pending == 1 and self._reserve(request, 1):

@@ -100,7 +100,7 @@ class SchemaProcess:
         return str(result["grammar"])
 
     def _ask(self, schema: str, attempt: Attempt) -> bytes:
-        """What the process has answered; without a code at the end if it has ended."""
+        """Return the answer of the process; without a code at the end if it has ended."""
         answer, end = b"", time.monotonic() + _WAIT_SECONDS
         with self._connect() as connection, attempt.over(connection):
             try:

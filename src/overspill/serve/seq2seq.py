@@ -59,7 +59,7 @@ class DecoderPrompts:
         return tokens
 
     def opening(self, params: SamplingParams) -> list[int]:
-        """What the decoder begins with. Token ids of a decoder prompt may have all of it."""
+        """Return the first tokens of the decoder. Token ids of its prompt may have all of them."""
         start = [start_token(self._model)]
         language = None
         if params.tgt_lang is not None:

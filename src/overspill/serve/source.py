@@ -1,4 +1,4 @@
-"""What is served: a checkpoint, the folder of a run, or a model that is loaded already."""
+"""Source of the served model: a checkpoint, a run, or a model that is loaded already."""
 
 import os
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from overspill.models.huggingface.seq2seq import (
 )
 from overspill.models.huggingface.skeleton import meta_model, model_class
 from overspill.models.huggingface.sparse import index_width
+from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.serve.support import has_states
 from overspill.serve.text import Codec, TransformersCodec
 from overspill.train.run_folder import is_run
@@ -37,7 +38,7 @@ _CACHE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What keys and values are needed for."""
+    """Request for memory for keys and values."""
 
     context: int
     max_batch: int
@@ -95,6 +96,7 @@ def open_source(
     dtype: torch.dtype | str | None,
     adapter: str | os.PathLike[str] | None = None,
     packed: bool = False,
+    quantize: str | None = None,
 ) -> Source:
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
@@ -110,6 +112,12 @@ def open_source(
                 f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
                 "overspill train; leave it out"
             )
+        if quantize is not None:
+            raise ConfigError(
+                f"quantize={quantize!r} (--quantize) is for checkpoints of Hugging Face, {path} is "
+                f"a run of overspill train; overspill export {path} OUT --quantize {quantize} "
+                "makes a quantized checkpoint of it"
+            )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
             raise ConfigError(
@@ -123,7 +131,7 @@ def open_source(
         _use_all(run_model, budgets, asked.bytes(n_blocks, token_bytes))
         ends = trained.codec.ends
         return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)
-    folder = find_folder(path if path.is_dir() else model)
+    folder = find_folder(path if path.exists() else model)
     lora = None if adapter is None else find_adapter(adapter)
     if is_adapter(folder):
         if lora is not None:
@@ -142,7 +150,18 @@ def open_source(
     budgets, n_blocks = _reserve(budgets, asked, token_bytes)
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
-    loaded = load_within(folder, budgets, dtype, False, True, True, {}, adapter=lora, packed=packed)
+    loaded = load_within(
+        folder,
+        budgets,
+        dtype,
+        False,
+        True,
+        True,
+        {},
+        adapter=lora,
+        packed=packed,
+        quantize=quantize,
+    )
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
     return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)
@@ -167,7 +186,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         _check_generates(type(model))
         token_bytes = _token_bytes(model, engine.dtype)
         folder = Path(model.config.name_or_path or "/nowhere")
-        codec = find_codec(folder) if folder.is_dir() else None
+        codec = find_codec(folder) if folder.exists() else None
         ends = _ends(model, codec)
     use = engine.gpu_use()
     free = available_memory() if use is None else use["budget"]
@@ -203,7 +222,7 @@ def _within(asked: CacheRequest, positions: int | None) -> CacheRequest:
 
 
 def _asked_of(config: Any, where: object, asked: CacheRequest) -> CacheRequest:
-    """What a model of transformers needs of what was asked."""
+    """Return the part of the request that fits a model of transformers."""
     if is_encoder_decoder(config):
         check_served(config, where)
         asked = replace(asked, with_source=True)
@@ -253,10 +272,8 @@ def find_codec(folder: Path) -> Codec | None:
     """The tokenizer in a checkpoint's folder; None if there is none."""
     if not has_tokenizer(folder):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return TransformersCodec(AutoTokenizer.from_pretrained(folder))
+        return TransformersCodec(open_tokenizer(folder))
     except Exception as error:  # transformers raises many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"the tokenizer in {folder} cannot be read ({reason})") from error

@@ -7,7 +7,7 @@ from overspill.serve.scheduler import Work
 
 
 class Stats:
-    """What was served so far."""
+    """Counters of requests and tokens so far."""
 
     def __init__(self) -> None:
         self.requests = 0

@@ -13,13 +13,15 @@ import uvicorn
 
 from overspill.core.errors import ConfigError
 from overspill.server.app import create_app
-from overspill.server.connections import connection_class
+from overspill.server.connections import Connection
 from overspill.server.service import Service
 from overspill.server.settings import ServerConfig
 
 log = logging.getLogger("overspill.server")
 
 _KEEP_ALIVE = 30  # seconds
+_CLOSING_SECONDS = 10
+"""After all answers have ended: how long clients may take to read them."""
 _FORCED_SECONDS = 10.0
 """After a second signal: how long the last batch may take before the process ends anyway."""
 
@@ -60,14 +62,16 @@ class Server(uvicorn.Server):
         limits = service.config.limits
         config = uvicorn.Config(
             create_app(service),
-            http=connection_class(limits),
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            limit_concurrency=limits.max_connections + 1,  # it counts the new one
             timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
         )
         super().__init__(config)
         self._service = service

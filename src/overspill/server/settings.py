@@ -55,11 +55,11 @@ class LimitSection:
     max_body: SizeText = "4MiB"
     """Largest body of a request; larger ones get status 413."""
     body_timeout: Seconds = 30.0
-    """Seconds in which the headers, and then the body of a request must arrive."""
+    """Seconds in which the body of a request must arrive."""
     request_timeout: Seconds = 600.0
     """Seconds that an answer may take, with the time it waits."""
     max_connections: Count = 512
-    """Connections that may be open at once; further ones are closed."""
+    """Connections that may be open at once; requests of further ones get status 503."""
 
     @property
     def body_bytes(self) -> int:

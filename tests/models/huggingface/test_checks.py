@@ -65,16 +65,12 @@ def test_every_place_of_a_quantization_is_known(
     assert check_checkpoint(folder) == folder
 
 
-def test_gguf_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.Q4_K_M.gguf").touch()
-    message = r"a\.Q4_K_M\.gguf is a GGUF file; Overspill reads safetensors .*base model$"
-    for given in (tmp_path / "a.Q4_K_M.gguf", tmp_path):
-        with pytest.raises(ConfigError, match=message):
-            check_checkpoint(given)
-    with pytest.raises(ConfigError, match=message):
-        check_checkpoint(_write(tmp_path))
+def test_a_repository_of_gguf_files_needs_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"Qwen/Qwen3-30B-A3B-GGUF has GGUF files; .*base model$"):
+    message = r"Qwen/Qwen3-30B-A3B-GGUF has GGUF files, .* `hf download Qwen.*give its path$"
+    with pytest.raises(ConfigError, match=message):
         check_checkpoint("Qwen/Qwen3-30B-A3B-GGUF")
 
 

@@ -51,10 +51,13 @@ class Decoding:
         mode: str = "auto",
         migrate: str = "auto",
         cache_policy: str = "lfu",
+        predictor: str | None = None,
     ) -> None:
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
-        self.runner = PagedRunner(model, CPU, *limits, True, slots, mode, migrate, cache_policy)
+        self.runner = PagedRunner(
+            model, CPU, *limits, True, slots, mode, migrate, cache_policy, predictor=predictor
+        )
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

@@ -9,6 +9,9 @@ from typing import Any
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
+from overspill.models.huggingface.gguf.config import check_family, make_config
+from overspill.models.huggingface.gguf.header import first_file, is_gguf, read_header
+from overspill.models.huggingface.gguf.tokenizer import is_known
 from overspill.models.huggingface.packed.config import read_packing
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -28,9 +31,10 @@ _CONVERT = (
 
 
 def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
-    """The local folder of a checkpoint; a repository of the hub is downloaded, unless cached."""
+    """The local folder of a checkpoint, or a GGUF file; a repository of the hub is downloaded,
+    unless cached."""
     path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     name = _repository(path_or_repo)
     _check_download(name)
@@ -39,9 +43,10 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
 
 def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
     """Raises if Overspill cannot load the checkpoint; no-op for an adapter, which is checked with
-    its base model. Returns the folder of all files but the weights, which are not downloaded."""
+    its base model. Returns the GGUF file, or the folder of all files but the weights, which are not
+    downloaded."""
     path = Path(path_or_repo).expanduser()
-    if not path.is_dir():
+    if not (path.is_dir() or is_gguf(path)):
         return _check_download(_repository(path_or_repo))
     if not is_adapter(path):
         check_weights(path, read_json_config(path))
@@ -50,21 +55,44 @@ def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
 
 def is_adapter(folder: Path) -> bool:
     """Whether a folder has an adapter of peft, and no model."""
-    whole = (folder / INDEX).is_file() or (folder / SINGLE).is_file()
-    return (folder / ADAPTER_CONFIG).is_file() and not whole
+    return (folder / ADAPTER_CONFIG).is_file() and not _has_safetensors(folder)
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """The first GGUF file of a checkpoint: the file that is given, or the only model in a folder
+    without safetensors. Raises if there are several."""
+    if folder.is_file():
+        return first_file(folder)
+    if _has_safetensors(folder):
+        return None
+    files = [file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj")]
+    models = sorted({first_file(file) for file in files})
+    if len(models) > 1:
+        raise ConfigError(
+            f"{folder} has {len(models)} GGUF models ({', '.join(m.name for m in models[:3])}"
+            f"{', ...' if len(models) > 3 else ''}); give the file of one of them"
+        )
+    return models[0] if models else None
+
+
+def texts_of(folder: Path) -> Path:
+    """The folder of the config, the tokenizer and so on: of a GGUF file, its folder."""
+    return folder.parent if folder.is_file() else folder
 
 
 def _repository(path_or_repo: str | os.PathLike[str]) -> str:
     """The name of a repository of the hub."""
     path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
     if path.is_file():
-        if path.suffix.lower() == ".gguf":
-            raise _is_gguf(path)
-        raise ConfigError(f"{name} is a file; give the folder of a checkpoint")
+        raise ConfigError(f"{name} is a file; give the folder of a checkpoint, or a GGUF file")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(
-            f"{name} does not exist; give the folder of a checkpoint or a repository like "
-            "mistralai/Mixtral-8x7B-v0.1"
+            f"{name} does not exist; give the folder of a checkpoint, a GGUF file, or a repository "
+            "like mistralai/Mixtral-8x7B-v0.1"
         )
     return name
 
@@ -74,8 +102,8 @@ def _check_download(name: str) -> Path:
     folder = _download(name, _SMALL_FILES)
     if not (folder / CONFIG).is_file() and "gguf" in name.lower():
         raise ConfigError(
-            f"{name} has GGUF files; Overspill reads safetensors in bf16, fp16 or fp32: give the "
-            "repository that they were made from, which its page names as the base model"
+            f"{name} has GGUF files, of which one is a whole model: download it with `hf download "
+            f"{name} FILE.gguf --local-dir FOLDER`, and give its path"
         )
     if not (folder / ADAPTER_CONFIG).is_file():
         read_json_config(folder)
@@ -95,12 +123,12 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json. Raises if weights are packed in a way that Overspill cannot read,
-    or there are no experts."""
-    path = folder / CONFIG
+    """The content of config.json, or what the metadata of a GGUF file say. Raises if weights are
+    packed in a way that Overspill cannot read, or there are no experts."""
+    path, gguf = texts_of(folder) / CONFIG, find_gguf(folder)
     if not path.is_file():
-        if gguf := _find_gguf(folder):
-            raise _is_gguf(gguf)
+        if gguf is not None:
+            return make_config(read_header(gguf))
         raise CheckpointError(
             f"{folder} has no {CONFIG}: it is not a Hugging Face checkpoint; give the folder that "
             "holds config.json and the .safetensors files"
@@ -111,7 +139,10 @@ def read_json_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} cannot be used: it is not a JSON object")
-    read_packing(folder, config)
+    if gguf is not None:
+        check_family(read_header(gguf), config.get("model_type"))
+    else:
+        read_packing(folder, config)
     if not _names_experts(config):
         kind = config.get("model_type")
         if kind is None:
@@ -142,8 +173,8 @@ def _names_experts(config: Mapping[str, Any]) -> bool:
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raises if there are no weights in safetensors."""
-    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+    """Raises if there are no weights in safetensors or GGUF."""
+    if find_gguf(folder) is not None or _has_safetensors(folder):
         return
     if any((folder / name).exists() for name in _PICKLES):
         command = _CONVERT.format(
@@ -153,9 +184,9 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
             f"{folder} has pickled weights (.bin), which can run any code; Overspill reads "
             f"safetensors only. If you trust it, convert it with: {command}"
         )
-    if gguf := _find_gguf(folder):
-        raise _is_gguf(gguf)
-    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; download its weights")
+    raise CheckpointError(
+        f"{folder} has neither {SINGLE} nor {INDEX}, nor a GGUF file; download its weights"
+    )
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -169,23 +200,31 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def check_tokenizer(folder: Path, flag: str) -> None:
     """Raises if a folder has no tokenizer; the error names the argument that gave it."""
     if not has_tokenizer(folder):
+        where = "its folder" if folder.is_file() else "it"
         raise ConfigError(
-            f"{flag} {folder} has no tokenizer; copy tokenizer.json and tokenizer_config.json of "
-            "the original model into it"
+            f"{flag} {folder} has no tokenizer{_kind_of_tokenizer(folder)}; copy tokenizer.json "
+            f"and tokenizer_config.json of the original model into {where}"
             + ("" if flag == "MODEL" else ", or give the folder of one with --tokenizer")
         )
 
 
+def _kind_of_tokenizer(folder: Path) -> str:
+    """The tokenizer in the metadata of a GGUF file that is not known."""
+    gguf = find_gguf(folder) if folder.exists() else None
+    if gguf is None:
+        return ""
+    metadata = read_header(gguf).metadata
+    kind, words = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    return f" that Overspill knows (in its metadata: {kind}, {words})"
+
+
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    """Whether there is one in the folder, or in the metadata of a GGUF file."""
+    if has_tokenizer_files(folder):
+        return True
+    gguf = find_gguf(folder) if folder.exists() else None
+    return gguf is not None and is_known(read_header(gguf).metadata)
 
 
-def _find_gguf(folder: Path) -> Path | None:
-    return next(iter(sorted(folder.glob("*.gguf"))), None)
-
-
-def _is_gguf(file: Path) -> ConfigError:
-    return ConfigError(
-        f"{file} is a GGUF file; Overspill reads safetensors in bf16, fp16 or fp32: give the "
-        "checkpoint that it was made from, which its page on the hub names as the base model"
-    )
+def has_tokenizer_files(folder: Path) -> bool:
+    return any((texts_of(folder) / name).is_file() for name in _TOKENIZER_FILES)

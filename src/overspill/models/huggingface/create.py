@@ -39,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Created:
-    """What was written."""
+    """Summary of the checkpoint that was written."""
 
     out: str
     model_type: str

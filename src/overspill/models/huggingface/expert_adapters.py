@@ -60,7 +60,7 @@ def show_stand_ins(
 
 
 def stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Those of an experts module by their names; none if it is not offloaded."""
+    """Stand-ins for the parameters of an experts module, by name; none if it is not offloaded."""
     found: dict[str, nn.Parameter] = module.__dict__.get("_stand_ins", {})
     return found
 

@@ -38,7 +38,7 @@ class ExpertPart:
 
 
 class ExpertChanges:
-    """What an adapter adds to stacks of experts."""
+    """Changes of an adapter to stacks of experts."""
 
     def __init__(
         self,

@@ -14,7 +14,19 @@ from torch import Tensor
 from overspill.compute.packed_matrix import Parts
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
-from overspill.models.huggingface.checks import CONFIG, INDEX, SINGLE, check_checkpoint, is_adapter
+from overspill.models.huggingface.checks import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    check_checkpoint,
+    find_gguf,
+    is_adapter,
+    read_json_config,
+    texts_of,
+)
+from overspill.models.huggingface.gguf.header import GgufHeader, read_header
+from overspill.models.huggingface.gguf.names import translate
+from overspill.models.huggingface.gguf.weights import GgufReader, check_types
 from overspill.models.huggingface.packed.config import Packing, read_packing, without_packing
 from overspill.models.huggingface.packed.find import find_packed, is_for_activations
 from overspill.models.huggingface.packed.tensor import PackedTensor
@@ -36,8 +48,14 @@ def read_config(folder: Path) -> Any:
     check_checkpoint(folder)
     from transformers import AutoConfig
 
+    texts = texts_of(folder)
     try:
-        return without_packing(AutoConfig.from_pretrained(folder))
+        if (texts / CONFIG).is_file():
+            config = AutoConfig.from_pretrained(texts)
+        else:  # a GGUF file, whose metadata are enough
+            config = AutoConfig.for_model(**read_json_config(folder))
+        config.name_or_path = str(folder)
+        return without_packing(config)
     except Exception as error:  # an unknown model_type, for example
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder / CONFIG} cannot be used: {reason}") from error
@@ -79,7 +97,8 @@ def _packing(folder: Path) -> Packing | None:
 
 
 class CheckpointFolder:
-    """The tensors of all shards. Every shard is checked before the first tensor is read.
+    """The tensors of all shards, or of a GGUF file under the names that they have in checkpoints of
+    Hugging Face. Every file is checked before the first tensor is read.
 
     Packed weights appear as the plain ones in float32, and are unpacked when they are read.
     """
@@ -90,9 +109,13 @@ class CheckpointFolder:
         self.specs: dict[str, TensorSpec] = {}
         self._home: dict[str, StreamReader] = {}
         self.packed: dict[str, PackedTensor] = {}
+        self.gguf = find_gguf(folder)
         try:
-            self._open()
-            self._find_packed()
+            if self.gguf is not None:
+                self._open_gguf(read_header(self.gguf))
+            else:
+                self._open()
+                self._find_packed()
         except BaseException:
             self.close()
             raise
@@ -113,6 +136,22 @@ class CheckpointFolder:
                     f"{self.folder / INDEX} names {name}, which {index and index[name]} does not "
                     "contain; download them again"
                 )
+
+    def _open_gguf(self, header: GgufHeader) -> None:
+        check_types(header.tensors.values())
+        found, bounce = translate(header), BounceBuffers()
+        for file in header.files:
+            tensors = [
+                (stored, *found.plain.get(stored.name, (stored.name, None)))
+                for stored in header.tensors.values()
+                if stored.file == file
+            ]
+            reader = self._readers[file.name] = GgufReader(file, tensors, bounce)
+            self._home |= dict.fromkeys(reader.specs, reader)
+        for name, _ in found.plain.values():
+            self.specs[name] = self._home[name].specs[name]
+        self.packed |= found.others
+        self.specs |= {name: packed.spec for name, packed in self.packed.items()}
 
     def _find_packed(self) -> None:
         """Replaces the parts of packed weights in `specs` by the weights."""
@@ -167,6 +206,14 @@ class CheckpointFolder:
         packed = self.packed.get(name)
         return self._home[name if packed is None else packed.parts["codes"]].path
 
+    def plain_file(self, file: Path) -> Path:
+        """The name of the safetensors file for what one of the files holds."""
+        if self.gguf is None:
+            return file.relative_to(self.folder)
+        count = len(self._readers)
+        number = 1 + self.files.index(file)
+        return Path(SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
+
     def stored_bytes(self, stored: Iterable[str]) -> int:
         """Size of stored tensors, by their names in the files."""
         return sum(self._home[name].specs[name].nbytes for name in stored)
@@ -175,6 +222,8 @@ class CheckpointFolder:
         """The dtype of the weights before they were packed; `config` is that of the model."""
         if isinstance(config.dtype, torch.dtype):
             return config.dtype
+        if self.gguf is not None:  # whose norms are in float32
+            return torch.bfloat16
         plain = (spec.dtype for name, spec in self.specs.items() if name not in self.packed)
         return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
 
@@ -212,17 +261,20 @@ class CheckpointFolder:
         packed = self.packed[name]
         if read:
             return packed.read_parts(partial(self._read_part, packed), number)
-        return packed.parts_of(lambda part: self._empty(packed, part, "meta"))
+        specs = {part: self._home[part].specs[part] for part in packed.parts.values()}
+        return packed.parts_of(
+            lambda part: torch.empty(
+                packed.place(part, specs[part], 0)[1], dtype=specs[part].dtype, device="meta"
+            )
+        )
 
     def _read_part(self, packed: PackedTensor, name: str, number: int) -> Tensor:
-        part = self._empty(packed, name, "cpu")
-        self._home[name].read_piece(name, number * part.numel(), part)
+        reader = self._home[name]
+        spec = reader.specs[name]
+        begin, shape = packed.place(name, spec, number)
+        part = torch.empty(shape, dtype=spec.dtype)
+        reader.read_piece(name, begin, part)
         return part
-
-    def _empty(self, packed: PackedTensor, name: str, device: str) -> Tensor:
-        """Memory for one matrix of a stored tensor."""
-        spec = self._home[name].specs[name]
-        return torch.empty(spec.shape[len(packed.stack) :], dtype=spec.dtype, device=device)
 
     def close(self) -> None:
         for reader in self._readers.values():

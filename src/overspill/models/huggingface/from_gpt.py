@@ -16,7 +16,7 @@ from overspill.models.config import GPTConfig
 
 @dataclass(frozen=True)
 class Piece:
-    """Where the GPT-MoE has a tensor of the model of transformers."""
+    """Part of a GPT-MoE tensor that is a tensor of the model of transformers."""
 
     source: str
     offset: int

@@ -243,7 +243,7 @@ class GPTMoEModel(GPTMoEPreTrainedModel):
 
 
 class GPTMoEForCausalLM(GPTMoEPreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """What `overspill export` makes of a GPT-MoE that is no Mixtral."""
+    """GPT-MoE as a model of transformers, for layers that Mixtral cannot have."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 

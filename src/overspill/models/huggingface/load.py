@@ -13,13 +13,15 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.budgets import Budgets, Size
 from overspill.models.checkpoint_presets import preset_config
+from overspill.models.fill import ExpertSource
 from overspill.models.huggingface.adapt import adapt
-from overspill.models.huggingface.checks import find_folder
+from overspill.models.huggingface.checks import find_folder, texts_of
 from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.lora_config import find_adapter
+from overspill.models.huggingface.packed.quantized import QuantizedExperts, check_quantization
 from overspill.models.huggingface.packed.records import PackedExperts
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
@@ -54,6 +56,7 @@ def load(
     dense_weights: str = "auto",
     pregate: bool = True,
     packed: bool = False,
+    quantize: str | None = None,
     progress: bool | Progress = True,
     quiet: bool = False,
     mesh: "DeviceMesh | None" = None,
@@ -66,15 +69,16 @@ def load(
     transformers model with its experts offloaded, without ever holding them in memory twice.
 
     With `train` (the default) the model is in training mode and memory for the optimizer is
-    planned; without it, the model is for inference. With `freeze_experts` the experts are frozen,
-    and no memory is planned for their gradients and optimizer states. `dtype` is the data type of
-    the weights, by default that of the checkpoint. With `packed` the experts of a quantized
-    checkpoint stay as they are stored, in all memory, and are unpacked when they compute. A model
-    that was saved with pre-gates gets them, unless `pregate` is False. `adapter` is a LoRA adapter
-    to add to the weights: a folder that peft or `overspill finetune --lora` has written, or a
-    repository of the hub. Other keyword arguments
-    (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`; the
-    rest is as in `overspill.offload`.
+    planned; without it, the model is for inference. With `freeze_experts` the experts are
+    frozen, and no memory is planned for their gradients and optimizer states. `dtype` is the
+    data type of the weights, by default that of the checkpoint. With `packed` the experts of a
+    quantized checkpoint stay as they are stored, in all memory, and are unpacked when they
+    compute. `quantize` ("mxfp4", "int4" or "fp8") packs the experts of a plain checkpoint like
+    that while they are read. A model that was saved with pre-gates gets them, unless `pregate`
+    is False. `adapter` is a LoRA adapter to add to the weights: a folder that peft or
+    `overspill finetune --lora` has written, or a repository of the hub. Other keyword arguments
+    (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`;
+    the rest is as in `overspill.offload`.
     """
     budgets = Budgets(
         gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
@@ -84,7 +88,7 @@ def load(
     return load_within(
         path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
         adapter=None if adapter is None else find_adapter(adapter), freeze_experts=freeze_experts,
-        packed=packed,
+        packed=packed, quantize=quantize,
     )  # fmt: skip
 
 
@@ -100,12 +104,16 @@ def load_within(
     adapter: Path | None = None,
     freeze_experts: bool = False,
     packed: bool = False,
+    quantize: str | None = None,
 ) -> Any:
     """`load` with all budgets in one object; `changes` replace fields of the model's config. The
     LoRA adapter in the folder `adapter` is added to the weights."""
     device = budgets.compute_device
-    if packed:
-        _check_packed(budgets, trained=train and not freeze_experts)
+    if quantize is not None:
+        check_quantization(quantize)
+        _check_packed(f"quantize={quantize!r} (--quantize)", budgets, train and not freeze_experts)
+    elif packed:
+        _check_packed("packed=True (--packed)", budgets, train and not freeze_experts)
     folder = find_folder(path_or_repo)
     config = read_config(folder)
     for name, value in changes.items():
@@ -126,13 +134,16 @@ def load_within(
             for layer in layers:
                 layer.trained = layer.trained and not freeze_experts
             recipes = Recipes(model, layers, checkpoint, lora)
-            source = PackedExperts(recipes) if packed else recipes
+            source: ExpertSource = recipes
+            if quantize is not None:
+                source = QuantizedExperts(recipes, quantize)
+            elif packed:
+                source = PackedExperts(recipes, checkpoint)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
-            if train or freeze_experts:  # else the others are not trained either
-                cast_routers(model)  # before dense weights are placed
+            cast_routers(model)  # before dense weights are placed
 
             def finish() -> None:
                 made.restore(model)
@@ -143,17 +154,15 @@ def load_within(
             return move_experts(model, layers, budgets, progress, quiet, source, finish)
 
 
-def _check_packed(budgets: Budgets, trained: bool) -> None:
-    """Raises if experts cannot stay packed."""
+def _check_packed(option: str, budgets: Budgets, trained: bool) -> None:
+    """Raises if experts cannot be packed, as `option` wants."""
     reason = None
-    if budgets.compute_device.type != "cpu":
-        reason = "kernels on the GPU do not read packed experts yet; give device='cpu'"
-    elif budgets.mesh is not None:
+    if budgets.mesh is not None:
         reason = "several ranks are not supported yet; load the model in one process"
     elif trained:
         reason = "packed experts cannot be trained; give freeze_experts=True or train=False"
     if reason is not None:
-        raise ConfigError(f"packed=True (--packed): {reason}, or leave it out")
+        raise ConfigError(f"{option}: {reason}, or leave it out")
 
 
 def _load_dense(
@@ -168,7 +177,7 @@ def _load_dense(
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
     given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
     source: Path | None = folder
-    if checkpoint.packed:
+    if checkpoint.packed or checkpoint.gguf is not None:
         source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
         given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
     with silence():  # what it would report is checked below
@@ -215,8 +224,9 @@ def _complete(model: Any, folder: Path) -> None:
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    texts = texts_of(folder)
+    if model.can_generate() and (texts / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(texts)
 
 
 def _check_dense(folder: Path, info: dict[str, Any]) -> None:
@@ -262,6 +272,7 @@ def from_config(
     budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
     budgets.settings.check_model(config.model_type)
     made, model = random_dense(config, dtype, train)
+    cast_routers(model)  # before dense weights are placed
 
     def finish() -> None:
         made.restore(model)
@@ -284,7 +295,7 @@ class InitialExperts:
     """Weights that depend on the seed of torch's generator and on the expert alone, so that they
     are the same on any number of ranks."""
 
-    copies, format = False, None
+    buffer_bytes, format = 0, None
 
     def __init__(self, layers: Sequence[HuggingFaceExperts], device: torch.device) -> None:
         self._layers, self._device = layers, device

@@ -70,7 +70,7 @@ class LoraTensors:
         matching = _Matching(config, reader, model, self.layers)
         self._changes = matching.changes()
         self.stacks = matching.stacks.changes(self._wide)
-        """What is added to stacks of experts."""
+        """Changes to stacks of experts."""
         self.keys = self._find_sources(model)
         """The name in the checkpoint of each other tensor, by its name in the model."""
         for name in sorted(saved_gates(base.folder) & self._changes.keys()):
@@ -152,8 +152,7 @@ def _widened(tensor: Tensor) -> Tensor:
 def open_lora(
     adapter: Path, kind: Any, config: Any, base: CheckpointFolder
 ) -> Iterator[LoraTensors]:
-    """What the adapter in a folder changes in a checkpoint, whose model has this class and
-    config."""
+    """Open the adapter in a folder for a checkpoint whose model has this class and config."""
     lora = read_lora_config(adapter)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config)).eval()  # a constructor may change it
@@ -221,7 +220,7 @@ class _Matching:
         )
 
     def _owner(self, name: str) -> str:
-        """What patterns of ranks and alphas name: a module, or a parameter that is a target."""
+        """Name that patterns of ranks and alphas match: a module, or a targeted parameter."""
         return name if self._config.targets_parameter(name) else name.rpartition(".")[0]
 
     def _find(self, name: str, key: str) -> str:

@@ -5,11 +5,19 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from overspill.models.huggingface.checks import ADAPTER_CONFIG, INDEX
+from overspill.models.huggingface.checks import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    INDEX,
+    has_tokenizer,
+    has_tokenizer_files,
+    texts_of,
+)
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
@@ -17,6 +25,7 @@ from overspill.models.huggingface.packed.files import plain_specs, write_plain, 
 from overspill.models.huggingface.pregates import copy_pregates, sample
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import model_class
+from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.tiers.aside import check_new, new_folder
 from overspill.tiers.safetensors_stream import replace_tensors
 
@@ -72,7 +81,10 @@ def merge(
         dtype = checkpoint.plain_dtype(config)
         size = _plain_size(checkpoint, dtype)
         with new_folder(target, size) as aside:
-            _copy_texts(base_folder, folder, aside)
+            copy_texts(base_folder, aside)
+            _copy_tokenizer(folder, aside)
+            if checkpoint.gguf is not None:
+                _write_texts(base_folder, config, aside)
             weights = _Weights(checkpoint, lora, recipes, dtype)
             samples = weights.write(aside, size, progress)
             copy_pregates(base_folder, aside, samples)
@@ -80,23 +92,37 @@ def merge(
     return Merged(str(target), str(folder), str(base_folder), changed, size)
 
 
-def _copy_texts(base: Path, adapter: Path, out: Path) -> None:
-    """Copies config, tokenizer, chat template and the like."""
+def copy_texts(base: Path, out: Path) -> None:
+    """Copies config, tokenizer, chat templates and the like."""
     for pattern in _TEXTS:
-        for file in base.glob(pattern):
+        for file in texts_of(base).glob(pattern):
             other = file.name == ADAPTER_CONFIG or file.name.endswith(".index.json")
             if file.is_file() and (file.name == INDEX or not other):
                 shutil.copyfile(file, out / file.name)
-    templates = base / _TEMPLATES
+    if (texts_of(base) / _TEMPLATES).is_dir():
+        shutil.copytree(texts_of(base) / _TEMPLATES, out / _TEMPLATES)
+
+
+def _copy_tokenizer(adapter: Path, out: Path) -> None:
+    """Replaces the tokenizer by that of the adapter if it has one."""
     own = [name for name in TOKENIZER_FILES if (adapter / name).is_file()]
-    if own:  # a tokenizer has several files, which must be of the same one
-        for name in TOKENIZER_FILES:
-            (out / name).unlink(missing_ok=True)
-        for name in own:
-            shutil.copyfile(adapter / name, out / name)
-        templates = adapter / _TEMPLATES
-    if templates.is_dir():
-        shutil.copytree(templates, out / _TEMPLATES)
+    if not own:
+        return
+    shutil.rmtree(out / _TEMPLATES, ignore_errors=True)
+    for name in TOKENIZER_FILES:  # its files must be of the same tokenizer
+        (out / name).unlink(missing_ok=True)
+    for name in own:
+        shutil.copyfile(adapter / name, out / name)
+    if (adapter / _TEMPLATES).is_dir():
+        shutil.copytree(adapter / _TEMPLATES, out / _TEMPLATES)
+
+
+def _write_texts(base: Path, config: Any, out: Path) -> None:
+    """Writes the config and the tokenizer of a GGUF file where there are none."""
+    if not (out / CONFIG).is_file():
+        config.save_pretrained(out)
+    if not has_tokenizer_files(out) and has_tokenizer(base):
+        open_tokenizer(base).save_pretrained(out)
 
 
 def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
@@ -125,12 +151,13 @@ class _Weights:
     def write(self, out: Path, size: int, progress: Progress) -> dict[str, Tensor]:
         """Writes all files and then changes them. Returns samples of what has changed."""
         checkpoint, done = self._checkpoint, 0
+        rewritten = bool(checkpoint.packed) or checkpoint.gguf is not None
         homes: dict[str, str] = {}
         for file in checkpoint.files:
-            name = file.relative_to(checkpoint.folder)
+            name = checkpoint.plain_file(file)
             copy = out / name
             copy.parent.mkdir(parents=True, exist_ok=True)
-            if checkpoint.packed:
+            if rewritten:
                 specs = plain_specs(checkpoint, file, self._dtype)
                 write_plain(checkpoint, specs, copy)
                 homes |= dict.fromkeys(specs, str(name))
@@ -139,7 +166,7 @@ class _Weights:
             replace_tensors(copy, self._changed(file))
             done += copy.stat().st_size
             progress("merging", done, size)
-        if checkpoint.packed:
+        if rewritten:
             write_plain_texts(out, homes, size)
         return self._samples
 

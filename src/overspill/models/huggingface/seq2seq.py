@@ -102,7 +102,7 @@ class EncoderDecoder:
                 ROLES[block.layer[1].EncDecAttention] = AttentionRole(Keys.SOURCE)
 
     def _find_replacements(self) -> Iterator[tuple[nn.Module, str, Any]]:
-        """What modules do otherwise while they compute batches: attributes and their values."""
+        """Yield (module, attribute, value) for the attributes that are replaced in batches."""
         for stack in self._stacks:
             if not self._switch:
                 module = stack.embed_positions

@@ -29,7 +29,7 @@ class LayerTensors:
 
     model: Any
     conversions: Sequence[Any]
-    """Those of the model (`model_conversions`)."""
+    """Conversions of the model (`model_conversions`)."""
     path: str
     shape: ExpertShape
     dtype: torch.dtype
@@ -99,8 +99,8 @@ class _WithExperts:
 
 
 def model_conversions(model: Any) -> Sequence[Any]:
-    """What `revert_weight_conversion` reverts. For a model that was not loaded, it would collect
-    them again in each call: half of the time of saving small experts."""
+    """Return the conversions for `revert_weight_conversion`. For a model that was not loaded, it
+    would collect them again in each call: half of the time of saving small experts."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 

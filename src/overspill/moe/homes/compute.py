@@ -39,7 +39,8 @@ class HomeCompute(ExpertCompute):
         self._lifetime.check()
         # one wave holds the whole layer if its activations fit: then the host needs no counts
         many = expert_ids_TK.numel() > self.max_rows
-        need_counts = self.device.type == "cpu" or many or not self._grouped
+        packed = self._homes.layout.format is not None  # which ones are unpacked
+        need_counts = self.device.type == "cpu" or many or packed or not self._grouped
         layer_pass.order = self.dispatcher.route(
             layer_pass.layer,
             expert_ids_TK,

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from overspill.core.experts import Phase
 from overspill.moe.streaming.expected_counts import CountSource, ExpectedCounts
-from overspill.moe.streaming.usage import Usage
 from overspill.plan.banks import Chunk
 from overspill.plan.order import Position, StageVisit, upcoming
 
@@ -24,7 +23,6 @@ class StepCursor:
         self.passes = 0  # passes through layers so far
         self._training = True  # whether a backward follows the current forward
         self._counts_ahead = ExpectedCounts(n_layers)
-        self.usage = Usage(n_layers, n_local)
         self._counts: Sequence[int] = [1] * n_local  # of the current pass
         self._finished: set[int] = set()  # experts that the current pass is done with
 
@@ -35,7 +33,6 @@ class StepCursor:
         if phase is Phase.FORWARD:
             self._training = training
             self._counts_ahead.observe(layer, counts)
-            self.usage.observe(layer, counts)
 
     def follow_stage(self, visit: StageVisit | None) -> None:
         """The next passes are those of a micro-batch in a stage."""
@@ -45,14 +42,21 @@ class StepCursor:
         """The token rows of each expert in the next forward through a layer."""
         self._counts_ahead.announce(layer, counts)
 
+    def wants_prediction(self, layer: int) -> bool:
+        """Whether a prediction of the next forward through a layer is worth its time."""
+        return self._counts_ahead.wants_prediction(layer)
+
+    def predict(self, layer: int, counts: Sequence[float]) -> None:
+        """The token rows of each expert that the popularity predictor expects there."""
+        self._counts_ahead.predict(layer, counts)
+
     def forget_announced(self) -> None:
-        """No routing is known before its forward."""
+        """Nothing is known of a forward that has not begun."""
         self._counts_ahead.forget_announced()
 
     def exchange(self, layer: int, first: int, second: int) -> None:
         """The experts at two positions have exchanged places."""
         self._counts_ahead.exchange(layer, first, second)
-        self.usage.exchange(layer, first, second)
 
     def finish(self, positions: Sequence[int]) -> None:
         """The current pass is done with these experts."""
@@ -74,6 +78,11 @@ class StepCursor:
         if layer == self.here.layer:
             return self._counts, CountSource.ROUTING
         return self._counts_ahead.expected(layer, self.next_phase(layer))
+
+    def last_counts(self) -> list[Sequence[int] | Sequence[float] | None]:
+        """The token rows of each expert in the last forward through each layer; None before it."""
+        layers = range(self.n_layers)
+        return [self._counts_ahead.expected(layer, Phase.BACKWARD)[0] for layer in layers]
 
     def busy(self, layer: int, least: float = 0.5) -> list[int]:
         """The streamed experts of a layer that are expected to have tokens; all, if nothing is

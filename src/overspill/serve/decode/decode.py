@@ -16,9 +16,11 @@ from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.routing import RoutingSource
 from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.models.huggingface.seq2seq import EncoderDecoder
+from overspill.models.predictor import new_observer, save_predictor
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.predictor import Observer
 from overspill.plan.eviction import CACHE_POLICIES
 from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
@@ -58,11 +60,12 @@ class Decode:
         cache_policy: str = "lfu",
         seq2seq: EncoderDecoder | None = None,
         states: RecurrentStates | None = None,
+        predictor: str | None = None,
     ) -> None:
         """`slots` are the GPU slots for copies of experts (None: as many as fit into the budget),
-        which leave them by `cache_policy`. `mode` and `migrate` are those of modes.py. `seq2seq`
-        tells how an encoder-decoder is computed, `states` are what a model has beside keys and
-        values."""
+        which leave them by `cache_policy`. `mode`, `migrate` and `predictor` are those of modes.py.
+        `seq2seq` tells how an encoder-decoder is computed, `states` are what a model has beside
+        keys and values."""
         engine = model.overspill
         self._model = model
         self._engine: Engine = engine
@@ -79,8 +82,12 @@ class Decode:
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         activation = self._placeholders[0].activation
         reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
+        if engine.layout.format is not None:
+            reason = "its kernel does not read packed experts"
+        self._no_cpu = reason
         fast = reason is None and self._rates.cpu >= self._rates.link
-        self._mode = new_mode(mode, self._level, migrate, fast)
+        learns = predictor == "learned"
+        self._mode = new_mode(mode, self._level, migrate, fast, learns)
         _check_migrate(migrate, engine, reason)
         self._policy = CACHE_POLICIES[cache_policy]
         with torch.inference_mode(False):  # what is made here outlives it
@@ -90,13 +97,27 @@ class Decode:
                 first = self._decoder.layers[0].attention
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
                 self._memory = cache.allocate(len(self._decoder.layers), like)
-        if mode == "lookahead" and self._decoder is None:
+        if mode == "lookahead" and self._decoder is None and not learns:
             raise ConfigError(
                 f"mode='lookahead' is not for {type(model).__name__}: its routers are not known; "
-                "choose another mode"
+                "choose another mode, or predictor='learned' (--predictor learned)"
             )
+        self._observer: Observer | None = None
+        self._owns_observer = False
+        self._n_learned = 0
+        if learns and engine.n_layers > 1:
+            # it may be trained with one
+            known = engine.popularity.observer
+            self._observer = known or new_observer(model, distances=(1,))
+            self._n_learned = self._observer.predictor.learned_tokens
+            self._owns_observer = known is None
+            engine.popularity.observer = self._observer  # of prompts
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
+        unread = self._table.why_not_packed(activation)
+        if unread is not None:
+            self._refused = True
+            _log.info("%s: kernels do not read packed experts with %s", _MODULES, unread)
         if activation is not None and form_of(activation, engine.shape.gated) is None:
             _log.info("%s: kernels do not have the activation %s", _MODULES, activation.name)
         self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
@@ -157,6 +178,8 @@ class Decode:
             return None
         if missing is not None and self._experts is not None:
             self._experts.after_step(computed.ids_LBK)
+        if missing is not None and self._observer is not None:
+            self._observer.observe_step(self._first, computed.inputs_LBD, computed.ids_LBK)
         return computed
 
     def _follow_moves(self) -> None:
@@ -190,13 +213,14 @@ class Decode:
         key = missing is not None, sources
         if key not in self._graphs:
             step: DecodeStep | ModuleStep
+            predictor = None if self._observer is None else self._observer.predictor
             if self._decoder is None:
-                others = missing, self._mode, self._seq2seq, self._states
+                others = missing, self._mode, self._seq2seq, self._states, predictor
                 step = ModuleStep(self._model, self._table, self._cache, *others)
             else:
                 size = self._cache.block_size
                 args = self._decoder, self._table, self._memory, size, missing, self._mode
-                step = DecodeStep(*args)
+                step = DecodeStep(*args, predictor)
             limits = self._max_batch, self._max_blocks, self._cache.spare_block
             call = partial(_compute, step, missing)
             source_blocks = 0 if self._seq2seq is None else self._max_blocks
@@ -234,6 +258,8 @@ class Decode:
 
     def _new_missing(self, first: ExpertPlaceholder, top_k: int, size: int) -> MissingExperts:
         engine, table = self._engine, self._table
+        if self._on_cpu and self._no_cpu is not None:
+            raise ConfigError(f"the CPU cannot compute them: {self._no_cpu}")
         if not self._on_cpu:
             every = engine.n_experts
             sizes = {min(every, top_k << n) for n in range(size.bit_length())}  # by batch
@@ -278,14 +304,18 @@ class Decode:
 
     def stats(self) -> dict[str, Any]:
         """What steps have found on the device."""
+        learned: dict[str, float] = {}
+        if self._observer is not None:
+            learned = {f"predictor_{n}": value for n, value in self._observer.stats().items()}
         if self._experts is None or self._missing is None:
-            return {}
+            return learned
         hits, uses = self._experts.hits_L, self._experts.uses_L
         return {
             "expert_slots": self._experts.n_slots,
             "expert_hit_rate": [float(h / max(u, 1)) for h, u in zip(hits, uses, strict=True)],
             "experts_missed": self._experts.n_missed,
             "experts_on_cpu": self._missing.n_misses,
+            **learned,
         }
 
     def take_spans(self) -> list[TraceSpan]:
@@ -308,12 +338,18 @@ class Decode:
 
     def pause(self) -> None:
         """No step follows for a while."""
+        if self._observer is not None:
+            self._observer.idle()
         if self._missing is not None and not self._engine.lifetime.forked:
             self._missing.pause()
 
     def close(self) -> None:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # a step may wait for the CPU
+        if self._observer is not None and self._owns_observer:
+            self._engine.popularity.observer = None
+            if self._observer.predictor.learned_tokens != self._n_learned:
+                save_predictor(self._model, self._observer.predictor)
         self._graphs.clear()
         self._memory = []
         self._release_homes()

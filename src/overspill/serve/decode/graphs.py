@@ -170,13 +170,13 @@ class DecodeGraphs:
             )
             sources = Sources(last, of_sources)
         ids = None if self._ids is None else self._ids[:, :size]
-        logits, ids, _ = self._step(Batch(tokens, positions, real, blocks, ids, sources, slots))
-        if not logits.is_cuda:  # Triton's interpreter would need longer to draw than for the step
-            return Computed(logits, ids)
+        computed = self._step(Batch(tokens, positions, real, blocks, ids, sources, slots))
+        if not computed.logits_BV.is_cuda:  # Triton's interpreter would take longer than the step
+            return computed
         seeds, counts, temperatures = draws
         # written where the next step reads them
-        chosen = highest(logits, seeds, counts, temperatures, tokens)
-        return Computed(logits, ids, chosen)
+        chosen = highest(computed.logits_BV, seeds, counts, temperatures, tokens)
+        return computed._replace(chosen=chosen)
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Computed]:
         # one for all: cuBLAS keeps 32 MiB for each stream it was used on
@@ -207,7 +207,7 @@ class DecodeGraphs:
 
 def _first_rows(computed: Computed, count: int) -> Computed:
     """Without the rows that fill a batch up."""
-    logits, ids, chosen = computed
+    logits, ids, chosen, inputs = computed
     if chosen is not None:
         chosen = chosen[0][:count], chosen[1][:count]
-    return Computed(logits[:count], ids[:, :count], chosen)
+    return Computed(logits[:count], ids[:, :count], chosen, [x[:count] for x in inputs])

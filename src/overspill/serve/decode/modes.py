@@ -31,7 +31,8 @@ class Routings(Protocol):
         """The ids of experts that a pre-gate has chosen already, [B, K]."""
 
     def guess(self, layer: int) -> Tensor:
-        """Those that the gate of another layer chooses for the input of the current one."""
+        """Those that the gate of another layer chooses for the input of the current one, or that
+        the popularity predictor names."""
 
 
 class Mode(Protocol):
@@ -81,8 +82,8 @@ class PrefetchAll:
 
 
 class Lookahead:
-    """Those experts of the next layer that its gate would choose for the input of this one. What it
-    did not choose is computed or read on demand."""
+    """Those experts of the next layer that its gate would choose for the input of this one, or that
+    the popularity predictor names. What they did not name is computed or read on demand."""
 
     copies_all = False
 
@@ -122,9 +123,10 @@ _MODES: dict[str, type[Auto | OnDemand | PrefetchAll | Lookahead | PreGated]] = 
     "pre-gated": PreGated,
 }
 _BY_RATES = ("auto", "gpu-only", "pre-gated")
-"""Modes in which the CPU computes if it reads host memory faster than the device; in the others the
-device reads, as in the paper."""
+"""Modes in which the CPU computes if it reads host memory faster than the device, as with a
+predictor that learns; in the others the device reads, as in the paper."""
 MIGRATIONS = ("auto", "cpu", "copy")
+PREDICTORS = ("gates", "learned")
 
 
 def check_mode(name: str) -> None:
@@ -150,14 +152,34 @@ def check_migrate(migrate: str, mode: str, device: torch.device) -> None:
         )
 
 
-def new_mode(name: str, level: int, migrate: str = "auto", cpu_is_faster: bool = True) -> Mode:
+def check_predictor(predictor: str | None, mode: str) -> None:
+    """Refuses what the mode does not use."""
+    if predictor is None:
+        return
+    if predictor not in PREDICTORS:
+        known = ", ".join(map(repr, PREDICTORS))
+        raise ConfigError(f"predictor={predictor!r} must be one of {known}")
+    if mode != "lookahead":
+        raise ConfigError(
+            f"predictor={predictor!r} is for mode='lookahead', and the mode is {mode!r}; leave "
+            "predictor out (--predictor), or choose that mode"
+        )
+
+
+def new_mode(
+    name: str,
+    level: int,
+    migrate: str = "auto",
+    cpu_is_faster: bool = True,
+    learned: bool = False,
+) -> Mode:
     """The mode of that name for a model with pre-gates of this level, on a machine whose CPU reads
-    host memory faster than the device does, or not."""
+    host memory faster than the device does, or not. `learned`: with a predictor that learns."""
     check_mode(name)
     if name == "pre-gated" and not level:
         raise ConfigError(
             "mode='pre-gated' needs a model with pre-gates; train them with overspill pregate, or "
             "choose another mode"
         )
-    by_default = cpu_is_faster and name in _BY_RATES
+    by_default = cpu_is_faster and (name in _BY_RATES or learned)
     return _MODES[name](by_default if migrate == "auto" else migrate == "cpu")

@@ -25,6 +25,7 @@ from overspill.models.huggingface.seq2seq import EncoderDecoder
 from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
 from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.predictor import Predictor
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Mode
 from overspill.serve.decode.step import Batch, Computed
@@ -55,8 +56,12 @@ class ModuleStep:
         mode: Mode,
         seq2seq: EncoderDecoder | None = None,
         states: RecurrentStates | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
+        """`predictor` names experts of later layers, for a mode that wants to know them."""
         self._model = model
+        self._predictor = predictor
+        self._inputs: list[Tensor] = []  # of the experts, layer by layer
         self._seq2seq = seq2seq
         self._states = states
         self._table = table
@@ -75,6 +80,7 @@ class ModuleStep:
         self._batch, self._ids = batch, batch.ids
         self._announced.clear()
         self._biases.clear()
+        self._inputs = []
         if self._states is not None:
             assert batch.states is not None
             self._states.begin_step(batch.states)
@@ -82,7 +88,7 @@ class ModuleStep:
             logits = self._logits(batch)
         if self._ids is None:  # the decoder of an encoder-decoder may have no experts
             self._ids = torch.empty(0, len(logits), 0, dtype=torch.int32, device=logits.device)
-        return Computed(logits, self._ids)
+        return Computed(logits, self._ids, inputs_LBD=self._inputs)
 
     def _logits(self, batch: Batch) -> Tensor:
         if self._seq2seq is not None:
@@ -178,6 +184,8 @@ class ModuleStep:
         buffers = None if missing is None else missing.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
+        if self._predictor is not None:
+            self._inputs.append(x_TD)
         link = staged = None
         if missing is not None:
             ahead = self._mode.ahead(layer, self)
@@ -188,9 +196,10 @@ class ModuleStep:
         routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link, staged)
         request = None if missing is None else missing.request(layer, routed.missed_B)
         assert isinstance(placeholder.activation, Fused)
+        form, sizes = placeholder.activation.form, engine.shape
         y = experts(
-            x_TD, weights, routed.offsets, self._table.base, engine.shape.d_hidden,
-            placeholder.activation.form, engine.shape.bias, engine.shape.transposed, request,
+            x_TD, weights, routed.offsets, self._table.base, sizes.d_hidden, form, sizes.bias,
+            sizes.transposed, request, self._table.packed(layer, form),
         )  # fmt: skip
         rows = None if missing is None else missing.rows(layer, routed.missed_B)
         if rows is not None:
@@ -208,7 +217,13 @@ class ModuleStep:
         return self._announced.get(layer)
 
     def guess(self, layer: int) -> Tensor:
-        raise AssertionError("the routers of other layers are not known; refused before")
+        assert self._batch is not None
+        if self._batch.ids is not None:  # the routers do not choose
+            return self._batch.ids[layer - self._first]
+        assert self._ids is not None
+        assert self._predictor is not None, "the routers of other layers are not known"
+        args = layer - 1, self._inputs[-1], 1, self._ids.shape[2]
+        return self._predictor.predict(*args).to(torch.int32)
 
 
 def _every_id(ids_TK: Tensor, placeholder: ExpertPlaceholder) -> Tensor:

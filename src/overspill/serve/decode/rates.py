@@ -31,4 +31,4 @@ def read_rates(device: torch.device) -> ReadRates:
     limits = read_profile(machine=this_machine()).limits
     if limits is None:
         return _TYPICAL
-    return ReadRates(limits.host_read, max(each.up for each in limits.transfers))
+    return ReadRates(limits.host_read, limits.link)

@@ -1,6 +1,7 @@
 """One decoding step of the common decoder structure: a token of each sequence of a batch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from overspill.compute.decode.linear import linear
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
+from overspill.moe.predictor import Predictor
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Auto, Mode
 from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
@@ -57,6 +59,8 @@ class Computed(NamedTuple):
     """The experts of each token."""
     chosen: Chosen | None = None
     """The tokens that were drawn."""
+    inputs_LBD: Sequence[Tensor] = ()
+    """The inputs of the gates, if they are learned from."""
 
 
 class DecodeStep:
@@ -70,15 +74,20 @@ class DecodeStep:
         block_size: int,
         missing: MissingExperts | None = None,
         mode: Mode | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         """`cache` has the keys and values of each layer; `missing` gives experts that are not on
-        the device, as `mode` wants it."""
+        the device, as `mode` wants it. Where a mode wants to know experts of later layers,
+        `predictor` names them, or copies of their gates."""
         self.decoder = decoder
         self.table = table
         self._cache = cache
         self._block_size = block_size
         self._missing = missing
         self._mode = mode or Auto(on_cpu=True)
+        self._learns = predictor is not None
+        self.guesses = decoder.experts if predictor is None else _guesses(decoder, predictor)
+        """Of each layer, what names its experts for the input of the layer before."""
 
     def __call__(self, batch: Batch) -> Computed:
         """The logits after these tokens, the last of their sequences."""
@@ -95,7 +104,9 @@ class DecodeStep:
             feed = layer.feed
             fed = self._feed(feed, x, routing) if isinstance(feed, Experts) else Fed([feed(x)])
         x = _add_norm(residual, fed, decoder.norm)
-        return Computed(_linear(x, decoder.head, decoder.head_bias), ids)
+        logits = _linear(x, decoder.head, decoder.head_bias)
+        # their memory is not used for anything else as long as they are referred to
+        return Computed(logits, ids, inputs_LBD=routing.inputs_LBD if self._learns else ())
 
     def _new_ids(self, n_rows: int) -> Tensor:
         layers = self.decoder.experts
@@ -136,7 +147,7 @@ class DecodeStep:
         request = None if missing is None else missing.request(layer, routed.missed_B)
         y = experts(
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
-            shape.bias, shape.transposed, request,
+            shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
         )  # fmt: skip
         parts = [y] if own.shared is None else [y, own.shared(x)]
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
@@ -155,10 +166,12 @@ class _Routing:
         self.n_layers = len(ids_LBK)
         self._weights: dict[int, Tensor] = {}  # of layers whose experts are chosen already
         self._x: Tensor | None = None  # of the current layer
+        self.inputs_LBD: list[Tensor] = []  # of all layers so far
 
     def enter(self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode) -> Routed:
         """The experts of a layer with this input, and where they are."""
         self._x = x
+        self.inputs_LBD.append(x)
         link = None if missing is None else missing.link(layer, len(x))
         simple = link is None and not self.level
         buffers = None if missing is None else missing.buffers
@@ -187,7 +200,7 @@ class _Routing:
             return self._ids_LBK[layer]
         assert self._x is not None
         ids = torch.empty_like(self._ids_LBK[layer])
-        own = self._step.decoder.experts[layer]
+        own = self._step.guesses[layer]
         self._step.route(own, self._x, self._batch, ids, None, given=False)
         return ids
 
@@ -195,6 +208,19 @@ class _Routing:
         assert self._x is not None
         own, ids = self._step.decoder.experts[layer], self._ids_LBK[layer]
         return self._step.route(own, self._x, self._batch, ids, misses, self._given)
+
+
+def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
+    """The gates of the layers, those after the first one with the weights of a predictor."""
+    weights, biases = predictor.weights[1], predictor.biases[1]
+    return [
+        own
+        if not layer
+        else replace(
+            own, router=weights[layer - 1], router_bias=biases[layer - 1], wide_router=True
+        )
+        for layer, own in enumerate(decoder.experts)
+    ]
 
 
 def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:

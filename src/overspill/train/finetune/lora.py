@@ -86,7 +86,7 @@ def _base_name(checkpoint: str) -> str:
     """The name under which the adapter finds its base again: from any folder, and the repository
     instead of its copy in a cache."""
     path = Path(checkpoint).expanduser()
-    return str(path.absolute()) if path.is_dir() else checkpoint
+    return str(path.absolute()) if path.exists() else checkpoint
 
 
 def attention_layers(model: nn.Module) -> list[str]:

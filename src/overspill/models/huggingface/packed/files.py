@@ -31,7 +31,7 @@ def write_plain(checkpoint: CheckpointFolder, specs: dict[str, TensorSpec], out:
             if name not in checkpoint.packed:
                 writer.write(name, checkpoint.read_whole(name))
                 continue
-            matrix = torch.empty(checkpoint.packed[name].matrix.shape, dtype=spec.dtype)
+            matrix = torch.empty(checkpoint.packed[name].matrix_shape, dtype=spec.dtype)
             for offset in range(0, spec.numel, matrix.numel()):
                 checkpoint.read(name, offset, matrix)
                 writer.write_piece(name, offset, matrix)
@@ -46,6 +46,6 @@ def write_plain_texts(out: Path, files: dict[str, str], size: int) -> None:
         for field in FIELDS if isinstance(part, dict) else ():
             part.pop(field, None)
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    if (out / INDEX).is_file():
+    if len(set(files.values())) > 1 or (out / INDEX).is_file():
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
         (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")

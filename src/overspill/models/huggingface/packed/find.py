@@ -178,7 +178,8 @@ class _Finder:
         parts = {"codes": name, "scales": scales}
         parts |= self._those_there(factor=factor, zeros=f"{plain}_zero_point")
         columns *= 2 if scheme.kind is Kind.E2M1 else 1
-        matrix = PackedMatrix(scheme, rows, columns, divides=not multiplied)
+        divides = "factor" in parts and not multiplied
+        matrix = PackedMatrix(scheme, rows, columns, divides)
         return PackedTensor(plain, matrix, tuple(stack), parts)
 
     def _scales_of(self, name: str) -> str | None:

@@ -1,6 +1,7 @@
 """A packed weight: what a checkpoint stores of it, and its values."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,29 @@ class PackedTensor:
     """The names of stored tensors by the fields of `Parts`."""
 
     @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Of one plain matrix."""
+        return self.matrix.shape
+
+    @property
+    def kind(self) -> str:
+        """How values are packed, for messages."""
+        return str(self.matrix.scheme.kind)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether values are stored unpacked, only in another order."""
+        return False
+
+    @property
     def spec(self) -> TensorSpec:
         """Type and shape of the plain tensor: float32 holds the products exactly."""
         return TensorSpec(torch.float32, (*self.stack, *self.matrix.shape))
+
+    def place(self, name: str, spec: TensorSpec, number: int) -> tuple[int, tuple[int, ...]]:
+        """First element and shape of a matrix of the stored tensor `name`, which is a stack."""
+        shape = spec.shape[len(self.stack) :]
+        return number * math.prod(shape), shape
 
     def read_parts(self, read: Read, number: int) -> Parts:
         """The parts of one matrix. Raises if their values cannot be used."""
@@ -37,11 +58,14 @@ class PackedTensor:
         try:
             self.matrix.check(parts)
         except BadPart as error:
-            raise CheckpointError(
-                f"{self.parts[error.part]} {error.reason}; download the checkpoint again, or give "
-                "the one in bf16 that it was made from"
-            ) from error
+            raise self._bad(error) from error
         return parts
+
+    def _bad(self, error: BadPart) -> CheckpointError:
+        return CheckpointError(
+            f"{self.parts[error.part]} {error.reason}; download the checkpoint again, or give the "
+            "one in bf16 that it was made from"
+        )
 
     def parts_of(self, read: Callable[[str], Tensor]) -> Parts:
         """The parts by their names."""
@@ -49,9 +73,13 @@ class PackedTensor:
 
     def read(self, read: Read, offset: int, out: Tensor) -> None:
         """Fills `out` with whole matrices from element `offset` on."""
-        each = self.matrix.rows * self.matrix.columns
+        for number, part in self._matrices(offset, out):
+            self.matrix.unpack(self.read_parts(read, number), part)
+
+    def _matrices(self, offset: int, out: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Numbers and places of the matrices in `out`."""
+        each = math.prod(self.matrix_shape)
         first, count = offset // each, out.numel() // each
         if (first * each, count * each) != (offset, out.numel()):
             raise ValueError(f"{self.name} is read in matrices of {each}, not {out.numel()}")
-        for number, part in enumerate(out.view(count, *self.matrix.shape), first):
-            self.matrix.unpack(self.read_parts(read, number), part)
+        return enumerate(out.view(count, *self.matrix_shape), first)

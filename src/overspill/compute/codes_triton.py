@@ -1,0 +1,246 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Packed matrices in the memory of records, as kernels read them: codes and scales as float32.
+
+A kernel gets one view of the records for each type of the planes. Codes of 4 and 8 bits are decoded
+by integer operations: the bits of e2m1 and e4m3 are placed in those of a float32, whose exponent a
+product with a power of two corrects, exactly, subnormal codes too.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.packed_matrix import PackedMatrix
+from overspill.compute.record_format import CODES, Piece
+from overspill.core.packing import Kind
+
+E2M1, UNSIGNED, E4M3, SIGNED = range(4)
+_E2M1, _UNSIGNED = tl.constexpr(E2M1), tl.constexpr(UNSIGNED)
+_E4M3, _SIGNED = tl.constexpr(E4M3), tl.constexpr(SIGNED)
+POWER, SMALL_FLOAT, FLOAT = range(3)
+_POWER, _SMALL_FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT)
+_CODES = {
+    Kind.MXFP4_STACK: E2M1, Kind.E2M1: E2M1, Kind.INTEGERS: UNSIGNED, Kind.E4M3: E4M3,
+    Kind.INT8: SIGNED,
+}  # fmt: skip
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)
+
+
+class Matrix(NamedTuple):
+    """A packed matrix [rows, columns] in a record, as a constant of kernels. Planes are given by
+    their first elements; -1: there is none."""
+
+    code: int
+    bits: int
+    rows: int
+    columns: int
+    row_block: int
+    """Rows and columns that share a scale."""
+    group: int
+    groups: int
+    """Scales of a row."""
+    codes: int
+    """Bytes."""
+    scale: int
+    scales: int
+    zeros: int
+    zero: int
+    """What is subtracted from unsigned codes, without the stored zeros."""
+    factor: int
+    divides: bool
+
+
+class Planes(NamedTuple):
+    """Views of records by the types of the planes of a matrix."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    factors: Tensor
+
+
+def matrix_of(piece: Piece) -> Matrix:
+    """The constants of a packed piece."""
+    matrix, stored = piece.matrix, piece.stored
+    assert matrix is not None
+    row_block, group = matrix.scheme.block
+    group = min(group or matrix.columns, matrix.columns)
+    kind, scales = matrix.scheme.kind, stored["scales"].dtype
+    scale = SMALL_FLOAT if scales == torch.float8_e4m3fn else FLOAT
+    code = _CODES[kind]
+    return Matrix(
+        code,
+        matrix.scheme.bits if code == UNSIGNED else 4 if code == E2M1 else 8,
+        matrix.rows,
+        matrix.columns,
+        row_block or matrix.rows,
+        group,
+        -(-matrix.columns // group),
+        stored[CODES].begin,
+        POWER if scales in _POWERS else scale,
+        stored["scales"].begin // scales.itemsize,
+        _first(piece, "zeros"),
+        1 << matrix.scheme.bits - 1 if code == UNSIGNED else 0,
+        _first(piece, "factor"),
+        matrix.divides,
+    )
+
+
+def _first(piece: Piece, field: str) -> int:
+    stored = piece.stored.get(field)
+    return -1 if stored is None else stored.begin // stored.dtype.itemsize
+
+
+def planes_of(piece: Piece, records: Tensor) -> Planes:
+    """Views of the bytes of records, whose kernels find the planes of a packed piece."""
+
+    def view(field: str) -> Tensor:
+        stored = piece.stored.get(field)
+        if stored is None or (stored.dtype.itemsize == 1 and stored.dtype != torch.int8):
+            return records
+        return records.view(stored.dtype)
+
+    return Planes(records, view("scales"), view("zeros"), view("factor"))
+
+
+def is_supported(matrix: PackedMatrix) -> bool:
+    """Whether kernels can read the matrix."""
+    return matrix.scheme.kind in _CODES
+
+
+@triton.jit
+def value_of_code(code, CODE: tl.constexpr):
+    """Codes in the lowest bits of int32, as float32."""
+    if CODE == _E2M1:
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif CODE == _E4M3:
+        return value_of_e4m3(code)
+    elif CODE == _SIGNED:
+        return ((code << 24) >> 24).to(tl.float32)
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def value_of_e4m3(code):
+    bits = ((code & 128) << 24) | ((code & 127) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def load_scales(scales, row, group, inside, MATRIX: tl.constexpr):
+    """The scales of some rows and groups, as float32, without the factor of all scales."""
+    at = MATRIX.scales + row // MATRIX.row_block * MATRIX.groups + group
+    stored = tl.load(scales + at, mask=inside, other=0)
+    if MATRIX.scale == _POWER:
+        exponent = stored.to(tl.int32)
+        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2**-127 is subnormal
+        scale = bits.to(tl.float32, bitcast=True)
+    elif MATRIX.scale == _SMALL_FLOAT:
+        scale = value_of_e4m3(stored.to(tl.int32))
+    else:
+        scale = stored.to(tl.float32)
+    return scale
+
+
+@triton.jit
+def load_factor(factors, here, MATRIX: tl.constexpr):
+    """The factor of all scales."""
+    if MATRIX.factor >= 0:
+        factor = tl.load(factors + MATRIX.factor, mask=here, other=1.0).to(tl.float32)
+        if MATRIX.divides:
+            factor = 1.0 / factor
+        return factor
+    else:
+        return 1.0
+
+
+@triton.jit
+def load_zeros(zeros, row, group, inside, MATRIX: tl.constexpr):
+    """The codes that stand for zero in some rows and groups, as float32."""
+    stored = tl.load(zeros + MATRIX.zeros + row * MATRIX.groups + group, mask=inside, other=0)
+    return stored.to(tl.float32) + MATRIX.zero
+
+
+@triton.jit
+def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRIX: tl.constexpr):
+    """The values of some elements of a packed matrix: scale × code, rounded once."""
+    row, column = tl.broadcast(row, column)
+    if MATRIX.bits == 4:
+        at = MATRIX.codes + row * (MATRIX.columns // 2) + column // 2
+        code = tl.load(planes_codes + at, mask=inside, other=0).to(tl.int32)
+        value = value_of_code((code >> column % 2 * 4) & 15, MATRIX.code)
+    else:
+        at = MATRIX.codes + row * MATRIX.columns + column
+        code = tl.load(planes_codes + at, mask=inside, other=0).to(tl.int32)
+        value = value_of_code(code, MATRIX.code)
+    group = column // MATRIX.group
+    if MATRIX.zeros >= 0:
+        value -= load_zeros(zeros, row, group, inside, MATRIX)
+    elif MATRIX.zero > 0:
+        value -= MATRIX.zero
+    scale = load_scales(scales, row, group, inside, MATRIX)
+    if MATRIX.factor >= 0:
+        factor = tl.load(factors + MATRIX.factor).to(tl.float32)
+        scale = tl.div_rn(scale, factor) if MATRIX.divides else scale * factor
+    return value * scale
+
+
+@triton.jit
+def code_of_word(word, zero, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """The code at a place of int32 minus zero, with less than two operations on integers: it lacks
+    a factor, one half of which the input gets first (`input_factor`), the other one the sum of
+    products (`sum_factor`)."""
+    if MATRIX.code == _E2M1:
+        bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
+        return bits.to(tl.float32, bitcast=True)
+    elif MATRIX.code == _E4M3:
+        bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        # in the last bits of 2**23, where they are
+        first: tl.constexpr = MATRIX.bits * (PLACE % (16 // MATRIX.bits))
+        if MATRIX.code == _SIGNED:
+            word = word ^ -0x7F7F7F80
+        if 16 // MATRIX.bits <= PLACE:
+            word = word >> 16
+        bits = (word & (((1 << MATRIX.bits) - 1) << first)) | 0x4B000000
+        return bits.to(tl.float32, bitcast=True) - (8388608.0 + zero * (1 << first))
+
+
+@triton.jit
+def input_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """Keeps products with codes in the exponents of subnormal numbers exact."""
+    if MATRIX.code == _E2M1 or MATRIX.code == _E4M3:
+        return 18446744073709551616.0  # 2**64
+    else:
+        return 1.0 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))
+
+
+@triton.jit
+def sum_factor(MATRIX: tl.constexpr):
+    """What a sum of products with codes of words lacks."""
+    if MATRIX.code == _E2M1:
+        return 4611686018427387904.0  # 2**62
+    elif MATRIX.code == _E4M3:
+        return 72057594037927936.0  # 2**56
+    else:
+        return 1.0
+
+
+@triton.jit
+def zeros_of_words(zeros, row, group, inside, MATRIX: tl.constexpr):
+    """What `code_of_word` subtracts."""
+    if MATRIX.zeros >= 0:
+        return load_zeros(zeros, row, group, inside, MATRIX)
+    elif MATRIX.code == _SIGNED:
+        return 128.0
+    else:
+        return MATRIX.zero * 1.0
