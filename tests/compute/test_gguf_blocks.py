@@ -25,7 +25,7 @@ def unpack(kind: str, blocks: np.ndarray, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=st.integers(1, 20), n_blocks=st.integers(1, 3), seed=st.integers(0, 1 << 30))
 def test_all_codes_and_all_finite_factors(kind: str, rows: int, n_blocks: int, seed: int) -> None:
     weights, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

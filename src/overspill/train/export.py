@@ -27,7 +27,7 @@ from overspill.models.huggingface.from_gpt import (
 )
 from overspill.models.huggingface.merge import copy_texts
 from overspill.models.huggingface.packed.export import QuantizedFiles
-from overspill.models.huggingface.packed.quantized import check_plain, check_quantization
+from overspill.models.huggingface.packed.quantized import check_quantization
 from overspill.models.huggingface.packed.tensor import PackedTensor
 from overspill.models.huggingface.pregates import FILE as PREGATES
 from overspill.models.huggingface.recipes import Recipes, Tensors
@@ -128,7 +128,6 @@ def _export_checkpoint(
                 f"--quantize {quantize}: {tensors.gguf} is a GGUF file; give the checkpoint in "
                 "safetensors that it was made from"
             )
-        check_plain(tensors, f"--quantize {quantize}")
         files: dict[str, list[str]] = {str(file.relative_to(source)): [] for file in tensors.files}
         for name in tensors.specs:
             files[str(tensors.file_of(name).relative_to(source))].append(name)

@@ -138,6 +138,11 @@ class Recipes:
         return tuple(found)
 
     @property
+    def keys(self) -> list[str]:
+        """The tensors of the checkpoint with experts."""
+        return [key for s in self._sources.values() for keys in s.keys.values() for key in keys]
+
+    @property
     def converted(self) -> str | None:
         """The name of a tensor of experts that the family's own code makes of the stored ones."""
         made = (n for n, s in self._sources.items() if not (s.converter is None or s.merges))

@@ -22,6 +22,8 @@ from overspill.models.huggingface.skeleton import meta_model
 from overspill.train.export import export
 from tests.full_disk import largest_file
 from tests.models.huggingface.families import make_model
+from tests.models.huggingface.gguf.cases import CASES as CASES_OF_GGUF
+from tests.models.huggingface.gguf.cases import make_case
 from tests.models.huggingface.packed.cases import Pairs
 from tests.models.huggingface.packed.test_quantized import make
 from tests.models.huggingface.test_load import again
@@ -194,11 +196,17 @@ def test_what_has_no_quantized_form_is_refused(
             export(plain, tmp_path / "out", quantize="fp8")
     with pytest.raises(ConfigError, match=r"--quantize fp8: .*is quantized already \(model"):
         export(pairs["int4"].packed, tmp_path / "out", quantize="fp8")
+    gguf = tmp_path / "model.gguf"
+    make_case(CASES_OF_GGUF["olmoe"], gguf)
+    with pytest.raises(
+        ConfigError, match=r"--quantize int4: .*is a GGUF file; give the checkpoint"
+    ):
+        export(gguf, tmp_path / "out", quantize="int4")
     with pytest.raises(ConfigError, match="is a checkpoint of Hugging Face already; --quantize"):
         export(pairs["int4"].plain, tmp_path / "out")
     with pytest.raises(ConfigError, match="--tokenizer is for runs"):
         export(pairs["int4"].plain, tmp_path / "out", "bytes", quantize="int4")
-    with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint or"):
+    with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint, a"):
         export(tmp_path / "none", tmp_path / "out", quantize="int4")
     assert not (tmp_path / "out").exists()
     plain = plain_checkpoint("mixtral", {"intermediate_size": 24}, tmp_path)

@@ -73,7 +73,7 @@ class QuantizedFiles:
         """`files` are the tensors of each file of the plain checkpoint. Raises if there is no
         layout for the experts that others read."""
         check_quantization(name)
-        check_plain(recipes.folder, f"--quantize {name}")
+        check_plain(recipes.folder, recipes.folder.specs, f"--quantize {name}")
         self._recipes, self._tensors, self._name = recipes, recipes.folder, name
         self._format = quantized_format(recipes, name)
         self._kind = next(p.matrix.scheme.kind for p in self._format.pieces if p.matrix is not None)

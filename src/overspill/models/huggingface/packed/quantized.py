@@ -1,5 +1,7 @@
 """Experts that are packed while a plain checkpoint is read."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ class QuantizedExperts:
 
     def __init__(self, recipes: Recipes, name: str) -> None:
         self._recipes = recipes
-        check_plain(recipes.folder, f"quantize={name!r} (--quantize)")
+        check_plain(recipes.folder, recipes.keys, f"quantize={name!r} (--quantize)")
         self.format = quantized_format(recipes, name)
 
     @property
@@ -61,10 +63,11 @@ def quantize_matrix(plain: Tensor, matrix: PackedMatrix, name: str) -> Parts:
         raise CheckpointError(f"{name} {error}; it cannot be quantized") from error
 
 
-def check_plain(folder: Tensors, option: str) -> None:
-    """Raises if weights are packed already; `option` would pack them."""
-    for name, packed in folder.packed.items():
-        if not packed.is_plain:
+def check_plain(folder: Tensors, names: Iterable[str], option: str) -> None:
+    """Raises if one of these tensors is packed already; `option` would pack them."""
+    for name in names:
+        packed = folder.packed.get(name)
+        if packed is not None and not packed.is_plain:
             raise ConfigError(
                 f"{option}: {folder.folder} is quantized already ({name}: {packed.kind}); leave it "
                 "out, or give the checkpoint in bf16 that it was made from"
