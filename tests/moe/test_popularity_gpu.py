@@ -66,6 +66,6 @@ def test_learning_keeps_to_its_share_of_the_time() -> None:
     pace = model.overspill.popularity.observer.pace
     model.overspill.close()
     assert model.overspill.popularity.observer.predictor.learned_tokens > 0
-    assert 0 < pace.seconds
+    assert pace.seconds > 0
     later = pace.seconds - SHARE * pace.busy  # beside the first one, which loads libraries
     assert later < 0.5
