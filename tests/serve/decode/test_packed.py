@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import overspill
+from overspill.compute.decode import constants
 from tests.models.huggingface.packed.cases import Pairs, load
 from tests.models.huggingface.test_load import again
 from tests.serve.decode.decoding import INTERPRETED, Decoding
@@ -57,6 +58,14 @@ def test_packed_experts_are_decoded(
 ) -> None:
     decode(pairs, name, homes, slots, PROMPTS[:1])
     assert steps == [1, 1]
+
+
+def test_several_requests_read_packed_experts_once(
+    pairs: Pairs, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "SEVERAL", 1)
+    decode(pairs, "fp8-block", [1, 0], 0, PROMPTS[:3])
+    assert steps == [4, 4]
 
 
 def test_packed_experts_are_copied_ahead(pairs: Pairs, steps: list[int]) -> None:
