@@ -133,8 +133,6 @@ def offload_within(
     layers = {path: module for path, module in model.named_modules() if isinstance(module, types)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
-    if budgets.stages is not None:
-        raise ConfigError(f"stages={budgets.stages} needs a model of Hugging Face transformers")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
     return move_experts(model, [*layers.values()], budgets, progress, quiet)

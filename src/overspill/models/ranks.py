@@ -66,8 +66,8 @@ def rank_layers(
     if budgets.stages is None and n_ranks == 1:
         return LayerMap.whole(len(layers))
     if not all(hasattr(layer, "leave_to_others") for layer in layers):
-        raise ConfigError("pipeline stages need a model of Hugging Face transformers")
-    from overspill.models.stages.division import (  # imports transformers
+        raise ConfigError("pipeline stages need a transformers model or a GPT-MoE")
+    from overspill.models.stages.division import (  # only where they are needed
         check_ranks,
         divide_model,
         expert_times,

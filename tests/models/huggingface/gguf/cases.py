@@ -40,6 +40,7 @@ CASES = {
     "qwen2moe": Case("qwen2_moe", ("Q8_0", "Q8_0", "F16"), {"tie_word_embeddings": True}),
     "mixtral": Case("mixtral", ("IQ4_NL", "IQ4_NL", "Q4_0"), {"sliding_window": None}),
     "gpt-oss": Case("gpt_oss", ("MXFP4", "MXFP4", "MXFP4"), {"rope_parameters": YARN}),
+    "gpt-oss-q8": Case("gpt_oss", ("Q8_0", "Q8_0", "Q4_0"), {"rope_parameters": YARN}),
     "gpt-oss-mixed": Case("gpt_oss", ("Q8_0", "BF16", "Q4_0"), {"rope_parameters": YARN}),
     "deepseek-v2": Case(
         "deepseek_v2",

@@ -206,7 +206,7 @@ def test_what_has_no_quantized_form_is_refused(
         export(pairs["int4"].plain, tmp_path / "out")
     with pytest.raises(ConfigError, match="--tokenizer is for runs"):
         export(pairs["int4"].plain, tmp_path / "out", "bytes", quantize="int4")
-    with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint or"):
+    with pytest.raises(ConfigError, match="does not exist; give the folder of a checkpoint, a"):
         export(tmp_path / "none", tmp_path / "out", quantize="int4")
     assert not (tmp_path / "out").exists()
     plain = plain_checkpoint("mixtral", {"intermediate_size": 24}, tmp_path)

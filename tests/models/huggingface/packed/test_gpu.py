@@ -38,9 +38,17 @@ def test_prompts_are_computed_as_with_unpacked_experts(name: str, pairs: Pairs) 
         torch.testing.assert_close(logits, made[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("slots", [0, 3], ids=["no slots", "slots"])
-@pytest.mark.parametrize("homes", ["all", "some", "none"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "homes", "slots"),
+    [
+        *((name, "all", 0) for name in CASES),
+        ("mxfp4", "some", 3),
+        ("mxfp4", "none", 0),
+        ("fp8-block", "none", 3),
+        ("awq", "some", 0),
+        ("nvfp4", "none", 3),
+    ],
+)
 def test_tokens_are_those_of_unpacked_experts(
     name: str, homes: str, slots: int, pairs: Pairs, fused: list[int]
 ) -> None:
