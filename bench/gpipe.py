@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.models.stages.blocks import StagedBlocks, entering
+from overspill.models.stages.blocks import Passing, StagedBlocks, entering
 
 
 class GPipe:
@@ -99,6 +99,6 @@ class GPipe:
         def receive(grad: Tensor) -> None:
             grads[number] = grad
 
-        incoming = None if hidden is None else [entering(hidden, receive)]
+        incoming = None if hidden is None else Passing([entering(hidden, receive)])
         result = self._blocks.run(stage, incoming, lambda: self._model(**batch))
-        return result[0] if isinstance(result, list) else result
+        return result.tensors[0] if isinstance(result, Passing) else result

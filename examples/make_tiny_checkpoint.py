@@ -6,7 +6,8 @@
 OUT is then an ordinary Hugging Face checkpoint with random weights: a config, weights, and a
 tokenizer with one token per byte and a chat template. Two files of data lie beside them, text.jsonl
 and chats.jsonl. With --format the weights of attention and experts are packed, as most that people
-download are; mxfp4 makes a gpt-oss, of which only experts are packed.
+download are; mxfp4 makes a gpt-oss, of which only experts are packed. The formats gguf-… make one
+file with everything, model.gguf, as llama.cpp does; they need `pip install gguf`.
 """
 
 import argparse
@@ -67,19 +68,26 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--experts", type=int, default=8, help="experts in each layer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--format", choices=FORMATS, help="pack the weights, default: do not")
+    formats = [*FORMATS, *GGUF_TYPES]
+    parser.add_argument("--format", choices=formats, help="pack the weights, default: do not")
     args = parser.parse_args()
 
     tokenizer = byte_tokenizer()
     torch.manual_seed(args.seed)
-    make = make_gpt_oss if args.format == "mxfp4" else make_model
-    make(len(tokenizer), args.experts).save_pretrained(args.out)
-    if args.format:
-        pack(args.out, args.format)
-    tokenizer.save_pretrained(args.out)
+    gpt_oss = args.format in ("mxfp4", "gguf-mxfp4")
+    width = 256 if args.format == "gguf-q4_k" else 32  # of a block of weights
+    model = (make_gpt_oss if gpt_oss else make_model)(len(tokenizer), args.experts, width)
+    if args.format in GGUF_TYPES:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write_gguf(model, tokenizer, GGUF_TYPES[args.format], args.out / "model.gguf")
+    else:
+        model.save_pretrained(args.out)
+        if args.format:
+            pack(args.out, args.format)
+        tokenizer.save_pretrained(args.out)
     write_lines(args.out / "text.jsonl", [{"text": text} for text in TEXTS])
     write_lines(args.out / "chats.jsonl", [{"messages": messages(*chat)} for chat in CHATS])
-    name = "gpt-oss" if args.format == "mxfp4" else "Mixtral"
+    name = "gpt-oss" if gpt_oss else "Mixtral"
     print(f"{args.out}: a {name} with 2 layers of {args.experts} experts, text.jsonl, chats.jsonl")
 
 
@@ -100,11 +108,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(vocabulary: int, experts: int) -> MixtralForCausalLM:
+def make_model(vocabulary: int, experts: int, width: int = 32) -> MixtralForCausalLM:
     config = MixtralConfig(
         vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -118,11 +126,11 @@ def make_model(vocabulary: int, experts: int) -> MixtralForCausalLM:
     return MixtralForCausalLM(config)
 
 
-def make_gpt_oss(vocabulary: int, experts: int) -> GptOssForCausalLM:
+def make_gpt_oss(vocabulary: int, experts: int, width: int = 32) -> GptOssForCausalLM:
     config = GptOssConfig(
         vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -330,6 +338,121 @@ FORMATS: dict[str, tuple[dict[str, Any], Function]] = {
         gptq,
     ),
 }
+
+
+# GGUF: one file with config, tokenizer and weights.
+
+GGUF_TYPES = {"gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_k": "Q4_K", "gguf-mxfp4": "MXFP4"}
+
+
+def write_gguf(model: Any, tokenizer: PreTrainedTokenizerFast, kind: str, file: Path) -> None:
+    """Packs weights of at least a block, but routers; others stay in float32."""
+    import gguf
+
+    config = model.config
+    gpt_oss = config.model_type == "gpt_oss"
+    architecture = gguf.MODEL_ARCH.GPT_OSS if gpt_oss else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    add_config(writer, config)
+    add_tokenizer(writer, tokenizer)
+    for key, weight in model.state_dict().items():
+        for name, tensor in gguf_tensors(config, key, weight):
+            base, _, end = name.rpartition(".")
+            stored = f"{names.get_name(base)}.{end}"
+            packed = end == "weight" and tensor.dim() > 1 and "inp" not in stored
+            array = tensor.contiguous().float().numpy()
+            if packed and kind == "Q4_K":
+                blocks = q4_k(tensor.reshape(-1, tensor.shape[-1])).view(*tensor.shape[:-1], -1)
+                writer.add_tensor(stored, blocks.numpy(), raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+            elif packed:
+                quantization = gguf.GGMLQuantizationType[kind]
+                writer.add_tensor(
+                    stored, gguf.quantize(array, quantization), raw_dtype=quantization
+                )
+            else:
+                writer.add_tensor(stored, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_config(writer: Any, config: Any) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(head)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "gpt_oss":
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+
+
+def add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def gguf_tensors(config: Any, key: str, weight: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors that llama.cpp stores of one of the model's: gate and up by themselves, experts
+    not transposed, and rows of queries and keys of Mixtral in its own order."""
+    gpt_oss = config.model_type == "gpt_oss"
+    end = "bias" if key.endswith("_bias") else "weight"
+    base = key.removesuffix("_bias")
+    if base.endswith("experts.gate_up_proj"):
+        rows = weight.mT if gpt_oss and end == "weight" else weight
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if gpt_oss else rows.chunk(2, 1)
+        prefix = base.removesuffix("gate_up_proj")
+        return [(f"{prefix}gate_proj.{end}", gate), (f"{prefix}up_proj.{end}", up)]
+    if base.endswith("experts.down_proj"):
+        return [(f"{base}.{end}", weight.mT if gpt_oss and end == "weight" else weight)]
+    if key.endswith("sinks"):
+        return [(f"{key}.weight", weight)]
+    if not gpt_oss and key.endswith(("q_proj.weight", "k_proj.weight")):
+        query = key.endswith("q_proj.weight")
+        heads = config.num_attention_heads if query else config.num_key_value_heads
+        return [(key, weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape))]
+    return [(key, weight)]
+
+
+def q4_k(weight: Tensor) -> Tensor:
+    """Blocks of 256 weights: code x scale - minimum, where scales and minimums of 32 weights are
+    themselves codes of six bits."""
+    groups = weight.unflatten(1, (-1, 8, 32))
+    low, high = groups.amin(3).clamp(max=0), groups.amax(3).clamp(min=0)
+    scales, minimums = (high - low) / 15, -low
+    factors = torch.stack((scales.amax(2), minimums.amax(2)), 2).clamp(min=1e-6) / 63
+    factors = factors.half()
+    of_scales, of_minimums = factors.float().unbind(2)
+    scale_codes = (scales / of_scales[..., None]).round().clamp(0, 63)
+    minimum_codes = (minimums / of_minimums[..., None]).round().clamp(0, 63)
+    spread = (scale_codes * of_scales[..., None])[..., None].clamp(min=1e-20)
+    shifted = groups + (minimum_codes * of_minimums[..., None])[..., None]
+    codes = (shifted / spread).round().clamp(0, 15).to(torch.uint8)
+    s, m = scale_codes.to(torch.uint8), minimum_codes.to(torch.uint8)
+    first = s[..., :4] | s[..., 4:] >> 4 << 6
+    second = m[..., :4] | m[..., 4:] >> 4 << 6
+    third = s[..., 4:] & 15 | (m[..., 4:] & 15) << 4
+    nibbles = codes[..., ::2, :] | codes[..., 1::2, :] << 4
+    parts = factors.view(torch.uint8), first, second, third, nibbles.flatten(2)
+    return torch.cat(parts, 2).flatten(1)
 
 
 def messages(question: str, answer: str) -> list[dict[str, str]]:

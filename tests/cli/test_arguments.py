@@ -25,6 +25,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs/tuned/final/adapter_config.json").touch()
     for name in ("mixtral", ".hidden"):
         (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "docs/files/q").mkdir(parents=True)
+    for name in ("docs/files/q/qwen.gguf", "docs/files/moe.gguf"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
 
 
@@ -42,6 +45,8 @@ RUNS = ["runs/big", "runs/nano", "runs/tuned"]
         ("./mix", ["./mixtral"]),
         ("mixtral", ["mixtral"]),
         ("docs", []),
+        ("docs/files/", ["docs/files/moe.gguf", "docs/files/q"]),
+        ("docs/files/q/q", ["docs/files/q/qwen.gguf"]),
         ("nowhere/", []),
         ("runs/nano/config.json/", []),
         ("\0", []),

@@ -29,6 +29,34 @@ def test_train_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (done["out"], done["step"]) == (str(tmp_path / "two"), 1)
 
 
+def test_a_run_and_a_checkpoint_are_quantized_and_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _train(tmp_path, "--gated", "--top-k", "2", "--d-model", "32", "--d-hidden", "64")
+    folders = [str(tmp_path / name) for name in ("plain", "of-run", "of-plain")]
+    assert app(["export", str(run), folders[0]]) == 0
+    for source, out in ((str(run), folders[1]), (folders[0], folders[2])):
+        capsys.readouterr()
+        assert app(["export", source, out, "--quantize", "int4"]) == 0
+        assert "experts in int4) to" in capsys.readouterr().out
+    names = {path.name for path in Path(folders[0]).iterdir()}
+    for name in names:
+        one, other = (Path(folder, name).read_bytes() for folder in folders[1:])
+        assert one == other or name == "config.json"
+    texts = []
+    flags = ["--max-tokens", "8", "--temperature", "0", "--slots", "3", "--device", "cpu", "--json"]
+    for model, more in (
+        (folders[0], ["--quantize", "int4"]), (folders[1], ["--packed"]), (folders[2], [])
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert app(["generate", model, "def ", *flags, *more]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1] == texts[2]
+    assert app(["generate", str(run), "def ", *flags, "--quantize", "int4"]) == 2
+    error = capsys.readouterr().err
+    assert f"overspill export {run} OUT --quantize int4 makes a quantized checkpoint" in error
+
+
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert app(["export", "--help"]) == 0
     assert "overspill export runs/nano exported" in capsys.readouterr().out
@@ -42,6 +70,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ([str(tmp_path / "none"), str(tmp_path / "out")], "is not the folder of a run"),
         ([str(run), str(run)], "already exists"),
         ([str(run)], "OUT"),
+        ([str(run), str(tmp_path / "out"), "--quantize", "int3"], "'int3' is not one of 'mxfp4'"),
     ]:
         capsys.readouterr()
         assert app(["export", *arguments]) == 2

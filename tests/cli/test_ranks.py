@@ -387,6 +387,33 @@ def test_ranks_divide_stages(forks: Forks, checkpoint: Path, tmp_path: Path) -> 
     assert _numbers(divided) == pytest.approx(_numbers(alone), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_ranks_divide_the_stages_of_a_gpt(forks: Forks, folder: Path) -> None:
+    """Two ranks along stages, then two by two along experts, then one process resume a run; the
+    balance loss counts the assignments of the ranks that have parts of a batch."""
+    log, changes = folder / "log.txt", {"accumulate": 2, "steps": 3, "layers": 3, "save_every": 1}
+    alone = [*_arguments(folder, "whole", **changes), "--no-group"]
+    assert forks.run(alone, log) == 0, log.read_text()
+    expected, out = _numbers(folder / "whole"), folder / "divided"
+    words = _arguments(folder, "divided", **changes)
+    for step, flags in (
+        (0, ["--stages", "3", "--gpus", "2"]),
+        (1, ["--stages", "2", "--gpus", "4", "--stage-gpus", "2"]),
+        (2, ["--stages", "3"]),
+    ):
+        for path in (out / "checkpoints").iterdir() if step else ():
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+        words = _resume(out) if step else words
+        assert forks.run([*words, *flags], log) == 0, log.read_text()
+        assert _numbers(out) == pytest.approx(expected, rel=1e-5)
+    norms = [
+        [line["grad_norm"] for line in read_lines(run / "metrics.jsonl") if "ce" in line]
+        for run in (out, folder / "whole")
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 def test_stage_gpus_that_do_not_fit_or_differ_are_refused_once(
     forks: Forks, checkpoint: Path, tmp_path: Path
 ) -> None:

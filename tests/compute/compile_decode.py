@@ -5,10 +5,12 @@ PYTHONPATH=src python3 tests/compute/compile_decode.py 86 90
 
 import sys
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from overspill.compute.activation import Form, Function
 from overspill.compute.decode import (
     attention,
     expert_groups,
@@ -19,6 +21,9 @@ from overspill.compute.decode import (
     norm,
     routing,
 )
+from overspill.compute.decode.packing import packed_records
+from overspill.core.experts import ExpertShape
+from tests.compute.packed import make_experts
 
 KERNELS = {
     name: kernel
@@ -49,12 +54,12 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
-    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
+    "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
-    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
-    "BLOCK": 256,
+    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
+    "ROWS": 1, "BLOCK": 256,
 }  # fmt: skip
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
@@ -82,20 +87,54 @@ CASES = [
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
 GROUP = {
-    "ALIGN": 16, "BATCH": 5, "TOKENS": 16, "KS": 8, "ROWS": 32, "BLOCK": 128, "BIAS": False,
+    "ALIGN": 16, "PACKING": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
     "TRANSPOSED": False, "WIDEN": False,
 }  # fmt: skip
-for turned in (False, True):
-    group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
-    own = {"FUNCTION": 3 if turned else 1, "GATED": True, "REQUEST": 4, "ON_GPU": True}
-    CASES.append(("_group_in_kernel", group | own, FLAGS))
-    CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
+GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
+GROUPS = {"groups": "*i32"}
+TURNED = {"BIAS": True, "TRANSPOSED": True}
+CASES += [
+    ("_group_in_kernel", GROUP_IN, GROUPS),
+    ("_group_in_kernel", GROUP_IN | TURNED | {"FUNCTION": 3}, GROUPS),
+    ("_group_out_kernel", GROUP, GROUPS | {"parts": "*fp32"}),
+    ("_group_out_kernel", GROUP | TURNED, GROUPS | {"parts": "*fp32"}),
+]
+PLANES = ("codes", "scales", "zeros", "factors", "biases")
+TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
+TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
+    stack = form == "mxfp4-stack"
+    shape = ExpertShape(512, 256, gated=True, bias=stack, transposed=stack)
+    packed = packed_records(
+        make_experts(form, shape, 1, split=not stack).format,
+        Form(Function.CLAMPED if stack else Function.SILU, True),
+        torch.empty(64, dtype=torch.uint8),
+    )
+    own = {"PACKING": packed.packing, "BIAS": stack}
+    into = own | {"FUNCTION": 3 if stack else 1}
+    types = [
+        {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS
+        for views in ((*packed.w_in, packed.biases), (*packed.w_out, packed.biases))
+    ]
+    w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
+    CASES += [
+        ("_expert_in_kernel", IN | into | {"ROWS": 8, "BLOCK": 64}, w_in),
+        (
+            "_expert_out_kernel",
+            OUT | own | {"HIDDEN": 256, "ROWS": 4, "BLOCK": 64},
+            w_out | {"out": "*fp32"},
+        ),
+        ("_group_in_kernel", GROUP_IN | into | {"BLOCK": 16}, w_in),
+        ("_group_out_kernel", GROUP | own | {"BLOCK": 16}, w_out | {"parts": "*fp32"}),
+    ]
+DIVIDE = {"PAIRS": 64, "TOKENS": 16, "REQUEST": 4, "ON_GPU": True}
+CASES.append(("_divide_kernel", DIVIDE, FLAGS | GROUPS))
 ROWS = {"y": "*fp32", "host": "*fp32"}
 CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FLAGS | ROWS))
-CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
+CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "words", "reach",
+    "top_k", "n_slots", "n_pairs", "words", "reach",
 }  # fmt: skip
 
 
@@ -129,8 +168,8 @@ def main(capabilities: list[str]) -> None:
     assert {name for name, _, _ in CASES} == set(KERNELS), "each kernel has a case"
     for name in KERNELS:
         cases = [case for case in CASES if case[0] == name]
-        # each kernel for each capability; its further cases for one of them
-        for number in range(max(len(cases), len(capabilities))):
+        # each kernel for two capabilities at least, its cases for all of them in turn
+        for number in range(max(len(cases), min(2, len(capabilities)))):
             capability = capabilities[number % len(capabilities)]
             _, constants, types = cases[number % len(cases)]
             print(capability, name, constants)

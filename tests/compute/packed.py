@@ -97,11 +97,12 @@ def _scales(dtype: torch.dtype, grid: tuple[int, int], extreme: bool) -> tuple[T
     if dtype == torch.uint8:
         codes = torch.randint(120, 128, grid, dtype=torch.uint8)
         if extreme:
-            codes.view(-1)[:4] = torch.tensor([0, 1, 2, 250])
+            codes.view(-1)[:4] = torch.tensor([0, 1, 2, 250])[: codes.numel()]
         return codes, torch.tensor([[e8m0(c) for c in row] for row in codes.tolist()]).double()
     scales = (torch.rand(grid) + 0.1).to(dtype)
     if extreme and dtype == torch.float8_e4m3fn:
-        scales.view(torch.uint8).view(-1)[:5] = torch.tensor([0, 1, 7, 8, 126])
+        few = torch.tensor([0, 1, 7, 8, 126])
+        scales.view(torch.uint8).view(-1)[:5] = few[: scales.numel()]
     elif extreme:
         info = torch.finfo(dtype)
         # the interpreter reads subnormal bf16 as zero

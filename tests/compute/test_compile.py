@@ -27,7 +27,7 @@ def _compile() -> None:
     )
 
     compile_activation.main(["86"])
-    compile_decode.main(["86", "90"])
+    compile_decode.main(["80", "90", "120", "89"])
     compile_dropout.main(["86"])
     compile_unpack.main(["80", "89", "90", "120"])
     compile_grouped.main(["86", str(99 * 1024)])  # with its shared memory

@@ -52,7 +52,7 @@ def test_it_names_every_flag_of_the_probe_and_no_other() -> None:
     probe = typer.main.get_command(commands).commands["probe"]  # type: ignore[attr-defined]
     options = [flag for p in probe.params for flag in (*p.opts, *p.secondary_opts)]
     named = set(re.findall(r"--[a-z][a-z-]*", PAGE))
-    assert named - {"--cpu-experts", "--cpu-training"} == set(options) - {"--help"}
+    assert named - {"--cpu-experts", "--cpu-training", "--popularity"} == set(options) - {"--help"}
 
 
 def test_it_names_every_cost_of_an_expert() -> None:

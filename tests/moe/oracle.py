@@ -65,6 +65,7 @@ class Task:
     weight_decay: float = 0.1
     steps: int = 3
     dtype: torch.dtype = torch.float32
+    tied: bool = True  # the head is the embedding
 
     @property
     def config(self) -> GPTConfig:
@@ -79,6 +80,7 @@ class Task:
             gated=self.gated,
             moe_every=self.moe_every,
             max_seq=16,
+            tie_embeddings=self.tied,
         )
 
     def model(self) -> GPTMoE:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class FakeEngine:
         return {"gpu": 1024, "host": 2048, "disk": 0}
 
     balance = None
+    popularity = SimpleNamespace(observer=None)
 
     def gpu_use(self) -> None:
         return None

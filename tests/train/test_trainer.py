@@ -69,6 +69,29 @@ def test_the_timeline_of_an_offloaded_run_opens_and_no_thread_outlives_it(tmp_pa
 
 
 @pytest.mark.usefixtures("pictures")
+def test_learned_popularity_tells_its_accuracies_and_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.models.predictor.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("overspill.plan.popularity.LearningPace.allows", lambda *_: True)
+    losses = []
+    for kind in ("history", "learned"):
+        display = Watcher()
+        options = {"out": str(tmp_path / kind), "steps": 2, "mode": "host", "popularity": kind}
+        _train(tiny_settings(tmp_path, **options), display, build_session)
+        losses.append(display.losses)
+        told = [line.get("predictor") for line in read_lines(tmp_path / kind / "metrics.jsonl")]
+        if kind == "history":
+            assert not any(told)
+            continue
+        last = [each for each in told if each][-1]
+        assert 0 < last["token_accuracy_1"] <= 1
+        assert 0 <= last["expert_accuracy_1"] <= 1
+        assert last["learned_tokens"] > 0
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.usefixtures("pictures")
 def test_a_run_without_transfers_has_no_timeline(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path, steps=2, trace_steps=2, slots=None, mode="gpu")
     _train(settings, Watcher(), build_session)

@@ -10,10 +10,12 @@ import typer
 
 _RUNS = "runs"
 _MOST_ENTRIES = 1000
+_GGUF = ".gguf"
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Folders with a model that begin so. With none the shell completes any path, as for a file."""
+    """Folders with a model and GGUF files that begin so. With none the shell completes any path, as
+    for a file."""
     parent = os.path.dirname(incomplete)
     found = set(_folders(parent)) | set([] if parent else _folders(_RUNS))
     return sorted(path for path in found if path.startswith(incomplete) and _is_model(path))
@@ -34,24 +36,28 @@ def complete_checkpoint_preset(incomplete: str) -> list[str]:
 
 
 def _is_model(path: str) -> bool:
-    """Whether it is the folder of a run, a checkpoint of Hugging Face, or a LoRA adapter."""
+    """Whether it is a GGUF file, or the folder of one, of a run, of a checkpoint of Hugging Face,
+    or of a LoRA adapter."""
+    if path.endswith(_GGUF):
+        return True
     try:
         names = set(os.listdir(path))
     except OSError:
         return False
     has_weights = any(name.endswith(".safetensors") for name in names)
     is_checkpoint = "config.json" in names and ("checkpoints" in names or has_weights)
-    return is_checkpoint or "adapter_config.json" in names
+    has_gguf = any(name.endswith(_GGUF) for name in names)
+    return is_checkpoint or has_gguf or "adapter_config.json" in names
 
 
 def _folders(parent: str) -> list[str]:
-    """The folders in a folder, hidden ones not; none if it cannot be read."""
+    """The folders and GGUF files in a folder, hidden ones not; none if it cannot be read."""
     try:
         with os.scandir(parent or ".") as entries:
             names = [
                 entry.name
                 for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
-                if not entry.name.startswith(".") and entry.is_dir()
+                if not entry.name.startswith(".") and (entry.is_dir() or entry.name.endswith(_GGUF))
             ]
     except OSError:
         return []
@@ -62,8 +68,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The folder of a Hugging Face checkpoint or of a LoRA adapter, a repository of the "
-        "hub, or the folder of a run of overspill train or finetune.",
+        help="The folder of a Hugging Face checkpoint or of a LoRA adapter, a GGUF file, a "
+        "repository of the hub, or the folder of a run of overspill train or finetune.",
         autocompletion=complete_model,
     ),
 ]

@@ -135,8 +135,8 @@ def value_of_e4m3(code):
 
 
 @triton.jit
-def load_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
-    """The scales of some rows and groups, as float32."""
+def load_scales(scales, row, group, inside, MATRIX: tl.constexpr):
+    """The scales of some rows and groups, as float32, without the factor of all scales."""
     at = MATRIX.scales + row // MATRIX.row_block * MATRIX.groups + group
     stored = tl.load(scales + at, mask=inside, other=0)
     if MATRIX.scale == _POWER:
@@ -147,13 +147,19 @@ def load_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
         scale = value_of_e4m3(stored.to(tl.int32))
     else:
         scale = stored.to(tl.float32)
-    if MATRIX.factor >= 0:
-        factor = tl.load(factors + MATRIX.factor).to(tl.float32)
-        if MATRIX.divides:
-            scale = tl.div_rn(scale, factor)
-        else:
-            scale = scale * factor
     return scale
+
+
+@triton.jit
+def load_factor(factors, here, MATRIX: tl.constexpr):
+    """The factor of all scales."""
+    if MATRIX.factor >= 0:
+        factor = tl.load(factors + MATRIX.factor, mask=here, other=1.0).to(tl.float32)
+        if MATRIX.divides:
+            factor = 1.0 / factor
+        return factor
+    else:
+        return 1.0
 
 
 @triton.jit
@@ -180,4 +186,81 @@ def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRI
         value -= load_zeros(zeros, row, group, inside, MATRIX)
     elif MATRIX.zero > 0:
         value -= MATRIX.zero
-    return value * load_scales(scales, factors, row, group, inside, MATRIX)
+    return value * exact_scales(scales, factors, row, group, inside, MATRIX)
+
+
+@triton.jit
+def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
+    """The scales of some rows and groups with the factor of all scales, rounded once."""
+    scale = load_scales(scales, row, group, inside, MATRIX)
+    if MATRIX.factor >= 0:
+        factor = tl.load(factors + MATRIX.factor).to(tl.float32)
+        if MATRIX.divides:
+            scale = tl.div_rn(scale, factor)
+        else:
+            scale = scale * factor
+    return scale
+
+
+@triton.jit
+def code_of_word(word, zero, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """The code at a place of int32 minus zero, with less than two operations on integers: it lacks
+    a factor, one half of which the input gets first (`input_factor`), the other one the sum of
+    products (`sum_factor`)."""
+    if MATRIX.code == _E2M1:
+        bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
+        return bits.to(tl.float32, bitcast=True)
+    elif MATRIX.code == _E4M3:
+        bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        # in the last bits of 2**23, where they are
+        first: tl.constexpr = MATRIX.bits * (PLACE % (16 // MATRIX.bits))
+        if MATRIX.code == _SIGNED:
+            word = word ^ -0x7F7F7F80
+        if 16 // MATRIX.bits <= PLACE:
+            word = word >> 16
+        bits = (word & (((1 << MATRIX.bits) - 1) << first)) | 0x4B000000
+        return bits.to(tl.float32, bitcast=True) - (8388608.0 + zero * (1 << first))
+
+
+@triton.jit
+def input_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """Keeps products with codes in the exponents of subnormal numbers exact."""
+    if MATRIX.code == _E2M1 or MATRIX.code == _E4M3:
+        return 18446744073709551616.0  # 2**64
+    else:
+        return 1.0 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))
+
+
+@triton.jit
+def value_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """All that a code of a word lacks."""
+    if MATRIX.code == _E2M1:
+        return 8.507059173023462e37  # 2**126
+    elif MATRIX.code == _E4M3:
+        return 1.329227995784916e36  # 2**120
+    else:
+        return input_factor(PLACE, MATRIX)
+
+
+@triton.jit
+def sum_factor(MATRIX: tl.constexpr):
+    """What a sum of products with codes of words lacks."""
+    if MATRIX.code == _E2M1:
+        return 4611686018427387904.0  # 2**62
+    elif MATRIX.code == _E4M3:
+        return 72057594037927936.0  # 2**56
+    else:
+        return 1.0
+
+
+@triton.jit
+def zeros_of_words(zeros, row, group, inside, MATRIX: tl.constexpr):
+    """What `code_of_word` subtracts."""
+    if MATRIX.zeros >= 0:
+        return load_zeros(zeros, row, group, inside, MATRIX)
+    elif MATRIX.code == _SIGNED:
+        return 128.0
+    else:
+        return MATRIX.zero * 1.0

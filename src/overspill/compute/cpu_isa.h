@@ -8,24 +8,38 @@
 
 #if defined(__x86_64__)
 #define HAVE_X86 1
-#define TARGET_AVX2 __attribute__((target("avx2,fma")))
-#define AVX512_FEATURES "avx512f,avx512bw,avx512vl,avx512dq,fma"
+#include <cpuid.h>
+#define TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define AVX512_FEATURES "avx512f,avx512bw,avx512vl,avx512dq,fma,f16c"
 #if defined(__clang__)
 #define WIDE_VECTORS ""
 #else  // gcc's default tuning stops at 256 bits
 #define WIDE_VECTORS ",prefer-vector-width=512"
 #endif
 #define TARGET_AVX512 __attribute__((target(AVX512_FEATURES WIDE_VECTORS)))
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAVE_BF16 1
+#define TARGET_BF16 __attribute__((target(AVX512_FEATURES ",avx512bf16" WIDE_VECTORS)))
+#endif
 #endif
 
 namespace {
 
-enum Isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AMX = 3 };
-constexpr const char* ISA_NAMES[] = {"generic", "avx2", "avx512", "amx"};
+enum Isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX = 4 };
+constexpr const char* ISA_NAMES[] = {"generic", "avx2", "avx512", "avx512bf16", "amx"};
 
-// Chosen at run time: the compiled library may be shared between machines.
+#if HAVE_X86
+// Not all compilers know the name of this feature.
+inline bool has_f16c() {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & 1u << 29);
+}
+#endif
+
+// Chosen at run time: the compiled library may be shared between machines. At most AVX512.
 inline Isa best_vector_isa() {
 #if HAVE_X86
+    if (!has_f16c()) return GENERIC;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return AVX512;

@@ -15,6 +15,7 @@
 // the sizes of an expert, never on the threads or on the other experts of the group.
 
 #include "cpu_misses.h"
+#include "cpu_packed.h"
 #include "cpu_requests.h"
 
 namespace {
@@ -25,6 +26,21 @@ uint64_t read_words(const uint64_t* from, int64_t count) {
     if (best_isa() == AVX2) return Avx2<float>::read(from, count);
 #endif
     return Generic<float>::read(from, count);
+}
+
+template <class T>
+void unpack(const PackedMatrix& matrix, const char* record, void* out, int64_t row_stride,
+            int64_t column_stride, int threads, int isa, ThreadPool& pool) {
+    T* const to = static_cast<T*>(out);
+#if HAVE_X86
+    if (isa >= AVX512)
+        return unpack_matrix<T, Avx512<T>>(matrix, record, to, row_stride, column_stride, threads,
+                                           pool);
+    if (isa == AVX2)
+        return unpack_matrix<T, Avx2<T>>(matrix, record, to, row_stride, column_stride, threads,
+                                         pool);
+#endif
+    unpack_matrix<T, Generic<T>>(matrix, record, to, row_stride, column_stride, threads, pool);
 }
 
 // Of the calling thread, for calls without a runner.
@@ -45,6 +61,18 @@ void overspill_compute(const GroupArgs* args) {
     const auto request = make_request(*args);
     own_executor().execute(*request, closed);
     request->store_squares();
+}
+
+// Writes the values of a packed matrix as bf16 or float32; strides count elements, and one is 1.
+void overspill_unpack(const PackedMatrix* matrix, const char* record, void* out, int64_t row_stride,
+                      int64_t column_stride, int32_t bf16, int32_t threads, int32_t isa) {
+    const auto function = bf16 ? unpack<uint16_t> : unpack<float>;
+    function(*matrix, record, out, row_stride, column_stride, threads, isa < 0 ? best_isa() : isa,
+             own_executor().pool);
+}
+
+void overspill_repack_awq(const uint32_t* words, int64_t k, int64_t n, uint32_t* out) {
+    repack_awq(words, k, n, out);
 }
 
 void* overspill_runner_new() { return new Runner; }

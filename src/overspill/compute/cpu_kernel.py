@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from overspill.compute.activation import Activation, Form, Function, form_of
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
 
-ISA_NAMES = ("generic", "avx2", "avx512", "amx")  # in the order of cpu_isa.h
+ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
 _BEST_ISA = -1
 
 # Token rows of an expert up to which the kernel pays: (forward, backward). Measured against torch
@@ -31,13 +31,25 @@ _BEST_ISA = -1
 # any number of rows; there the scratch memory sets the limit. Constants, because results must not
 # depend on timing.
 _MAX_ROWS = {  # in the order of ISA_NAMES
-    torch.bfloat16: ((512, 512), (512, 512), (64, 32), (256, 512)),
-    torch.float32: ((16, 16), (8, 8), (16, 16), (16, 16)),
+    torch.bfloat16: ((512, 512), (512, 512), (64, 32), (64, 32), (256, 512)),
+    torch.float32: ((16, 16), (8, 8), (16, 16), (16, 16), (16, 16)),
 }
 
 
+class PackedRecords(Protocol):
+    """The layout of records of packed weights."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def native(self) -> ctypes.Structure | None:
+        """The same for the library; None if its kernels cannot read it."""
+
+
 class ExpertRows(NamedTuple):
-    """One expert of a group: its flat record in host memory and its token rows [start, stop)."""
+    """One expert of a group: its flat record in host memory, bytes if it is packed, and its token
+    rows [start, stop)."""
 
     record: Tensor
     start: int
@@ -103,12 +115,13 @@ def kernel_forward(
     threads: int,
     isa: str | None = None,
     form: Form | None = None,
+    format: PackedRecords | None = None,
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
     Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best; `form` as in `group_args`."""
-    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form)
+    of the best; `form` and `format` as in `group_args`."""
+    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form, format=format)
     loaded_library().overspill_compute(args)
 
 
@@ -158,6 +171,7 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "function")),
         *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("gradients", "added", "squares")),
+        ("format", ctypes.c_void_p),
     )
 
 
@@ -171,15 +185,17 @@ def group_args(
     backward: BackwardRows | None = None,
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
+    format: PackedRecords | None = None,
 ) -> GroupArgs:
     """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
-    the activation; by default the usual one."""
+    the activation; by default the usual one. `format` is that of packed records."""
     form = form or Form.usual(shape.gated)
     clamped = form.function is Function.CLAMPED
     assert threads >= 1
     assert shape.gated == form.gated
     assert shape.gated or not clamped
-    assert backward is None or not (shape.transposed or clamped)
+    assert backward is None or not (shape.transposed or clamped or format is not None)
+    assert format is None or format.native is not None
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
     for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
@@ -187,10 +203,10 @@ def group_args(
         assert rows.shape == (x_RD.shape[0], shape.d_model)
         assert rows.stride(1) == 1 or shape.d_model == 1
     for record, start, stop in experts:
-        assert record.dtype == x_RD.dtype
+        assert record.dtype == (x_RD.dtype if format is None else torch.uint8)
         assert record.device.type == "cpu"
         assert record.is_contiguous()
-        assert record.numel() >= shape.numel
+        assert record.numel() >= (shape.numel if format is None else format.nbytes)
         assert 0 <= start <= stop <= x_RD.shape[0]
     numbers = ctypes.c_int64 * len(experts)
     args = GroupArgs(
@@ -206,11 +222,12 @@ def group_args(
         h=shape.d_hidden,
         gated=shape.gated,
         bias=shape.bias,
-        transposed=shape.transposed,
+        transposed=shape.transposed and format is None,
         function=int(form.function),
         bf16=x_RD.dtype == torch.bfloat16,
         threads=threads,
         isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),
+        format=None if format is None else ctypes.addressof(_native(format)),
     )
     if backward is not None:
         for weight_R in (backward.row_weight_R, backward.drow_weight_R):
@@ -237,6 +254,11 @@ def group_args(
     return args
 
 
+def _native(format: PackedRecords) -> ctypes.Structure:
+    assert format.native is not None
+    return format.native
+
+
 def loaded_library() -> ctypes.CDLL:
     library = cpu_library()
     assert library is not None, "see why_unsupported()"
@@ -256,6 +278,11 @@ def cpu_library() -> ctypes.CDLL | None:
         "cpu_isa": (ctypes.c_char_p, []),
         "compute": (None, [args]),
         "read": (ctypes.c_uint64, [pointer, ctypes.c_int64, ctypes.c_int]),
+        "unpack": (
+            None,
+            [pointer, pointer, pointer, *[ctypes.c_int64] * 2, *[ctypes.c_int32] * 3],
+        ),
+        "repack_awq": (None, [pointer, ctypes.c_int64, ctypes.c_int64, pointer]),
         "runner_new": (pointer, []),
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),

@@ -1,6 +1,6 @@
 """A matrix of codes and scales, and its values."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from overspill.compute.formats import (
     unpack_integers,
     unpack_nibbles,
 )
+from overspill.compute.gguf_kernel import unpack_k_native
+from overspill.compute.packed_kernel import Plane, packed_args, repack_awq, unpack_rows
 from overspill.core.packing import Kind, Scheme
 
 _CHUNK = 1 << 20
@@ -85,7 +87,7 @@ class PackedMatrix:
             return self, parts
         codes, scales = parts.codes, parts.scales
         if kind is Kind.AWQ:
-            codes = _pack_integers(unpack_awq(codes).to(torch.uint8).T)
+            codes = _awq_rows(codes)
         elif kind is Kind.GPTQ:
             codes = codes.T.contiguous()
         if kind in _TRANSPOSED:
@@ -95,15 +97,33 @@ class PackedMatrix:
         scheme = replace(self.scheme, kind=Kind.INTEGERS, zero_offset=0)
         return replace(self, scheme=scheme), Parts(codes, scales, parts.factor, zeros)
 
-    def unpack(self, parts: Parts, out: Tensor) -> None:
-        """Fills the plain matrix `out`, in its dtype."""
+    def unpack(self, parts: Parts, out: Tensor, threads: int = 1) -> None:
+        """Fills the plain matrix `out`, in its dtype, with as many threads on the CPU."""
+        matrix, parts = self.by_rows(parts)
         out = out.T if self.is_transposed else out
+        if not matrix._unpack_native(parts, out, threads):
+            matrix._unpack_torch(parts, out)
+
+    def _unpack_native(self, parts: Parts, out: Tensor, threads: int) -> bool:
+        """Whether the C++ library has filled `out`."""
+        if out.device.type != "cpu":
+            return False
+        if self.scheme.kind is Kind.K_QUANT:
+            own = parts.codes, parts.high, parts.scales, parts.zeros, parts.factor
+            return unpack_k_native(self.scheme.bits, own, out, threads)
+        named = ((field.name, getattr(parts, field.name)) for field in fields(parts))
+        tensors = {name: part.contiguous() for name, part in named if part is not None}
+        planes = {name: Plane(part.data_ptr(), part.dtype) for name, part in tensors.items()}
+        args = packed_args(self.scheme, self.rows, self.columns, self.divides, planes)
+        return args is not None and unpack_rows(args, out, threads)
+
+    def _unpack_torch(self, parts: Parts, out: Tensor) -> None:
         codes, scales = parts.codes, self._scales(parts)
         k_quant = self.scheme.kind is Kind.K_QUANT
         zeros = None if parts.zeros is None or k_quant else self._zeros(parts.zeros)
         minimums = self._minimums(parts) if k_quant else None
         row_block, group = self.scheme.block[0] or self.rows, self.scheme.block[1] or self.columns
-        step = max(8, _CHUNK // self.columns // 8 * 8)  # AWQ has eight rows in each int32
+        step = max(1, _CHUNK // self.columns)
         for begin in range(0, self.rows, step):
             rows = slice(begin, min(begin + step, self.rows))
             values = self._values(codes, rows, zeros is not None)
@@ -132,16 +152,13 @@ class PackedMatrix:
             case Kind.INTEGERS:
                 values = unpack_integers(codes[rows], bits)
                 return values if has_zeros else values.sub_(1 << bits - 1)
-            case Kind.GPTQ:
-                return unpack_integers(codes[:, rows].T, bits)
-            case Kind.AWQ:
-                return unpack_awq(codes[:, rows.start // 8 : rows.stop // 8]).T
             case Kind.IQ4_NL:
                 return unpack_nibbles(codes[rows], IQ4_NL)
             case Kind.K_QUANT:
                 return unpack_nibbles(codes[rows], UNSIGNED)
             case Kind.BLOCKS:
                 raise NotImplementedError("blocks of GGUF are read by models/huggingface/gguf")
+        raise AssertionError(f"{self.scheme.kind} is not in rows")
 
     def _add_high_bits(self, values: Tensor, high: Tensor) -> None:
         """Codes of five bits begin at 0, those of six at -32."""
@@ -213,7 +230,10 @@ class PackedMatrix:
             raise BadPart("codes", "has codes that are NaN")
 
 
-def _pack_integers(codes: Tensor) -> Tensor:
-    """[N, 8n] codes of 4 bits to [N, n] int32, the first in the lowest bits."""
-    low, high = codes[:, ::2], codes[:, 1::2]
-    return (low | high << 4).contiguous().view(torch.int32)
+def _awq_rows(words: Tensor) -> Tensor:
+    """[K, N / 8] words of AWQ as [N, K / 8] words whose first columns are in the lowest bits."""
+    repacked = repack_awq(words)
+    if repacked is not None:
+        return repacked
+    codes = unpack_awq(words).to(torch.uint8).T
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)

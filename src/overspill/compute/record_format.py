@@ -1,5 +1,6 @@
 """The record of an expert with packed weights: its stored parts, one behind the other."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from overspill.compute.packed_kernel import ExpertArgs, PieceArgs, Plane, packed_args, plain_args
 from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
@@ -65,14 +67,29 @@ class RecordFormat:
     def is_packed(self) -> bool:
         return any(piece.matrix is not None for piece in self.pieces)
 
-    def unpack(self, record: Tensor, out: Tensor) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+    @functools.cached_property
+    def native(self) -> ExpertArgs | None:
+        """The record for the C++ library of cpu_kernel.py; None if its kernels cannot read it."""
+        pieces = [_native_piece(self.shape, piece) for piece in self.pieces]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) < len(pieces):
+            return None
+        return ExpertArgs((PieceArgs * len(found))(*found), len(found))
+
+    def of_layer(self, layer: int) -> "RecordFormat":
+        """The same in all layers."""
+        return self
+
+    def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
+        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        threads on the CPU."""
         for piece in self.pieces:
             if piece.matrix is None:
                 self.copy_plain(piece, record[None], out[None])
             else:
                 stored = {field: each.of(record) for field, each in piece.stored.items()}
-                piece.matrix.unpack(Parts(**stored), self._rows(piece, out[None])[0])
+                rows = self._rows(piece, out[None])[0]
+                piece.matrix.unpack(Parts(**stored), rows, threads)
 
     def unpack_several(
         self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
@@ -84,11 +101,12 @@ class RecordFormat:
         if kernels and torch.cuda.get_device_capability(records.device) >= (8, 0):
             from overspill.compute import unpack_triton
 
-            unpack_triton.unpack(self, records, out, ends)
-            return
+            if unpack_triton.is_supported(self):
+                unpack_triton.unpack(self, records, out, ends)
+                return
         for record, weights, count in zip(records, out, counts, strict=True):
             if count:
-                self.unpack(record, weights)
+                self.unpack(record, weights, torch.get_num_threads())
 
     def copy_plain(self, piece: Piece, records: Tensor, out: Tensor) -> None:
         """Copies a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""
@@ -101,6 +119,41 @@ class RecordFormat:
         size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
         tensor: Tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
         return tensor[:, piece.begin : piece.begin + piece.rows]
+
+
+def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
+    """A piece for the C++ library, whose matrices have outputs as rows."""
+    is_bias = len(shape.sizes[piece.tensor]) == 1
+    if piece.matrix is None:
+        codes = piece.stored[CODES]
+        found = plain_args(codes.begin, codes.dtype) if is_bias else None
+        if found is None:
+            return None
+        return PieceArgs(piece.tensor, found[0], piece.begin, piece.rows, found[1])
+    matrix = piece.matrix
+    planes = {field: Plane(each.begin, each.dtype) for field, each in piece.stored.items()}
+    args = packed_args(matrix.scheme, matrix.rows, matrix.columns, matrix.divides, planes)
+    if args is None or is_bias or matrix.is_transposed != shape.transposed:
+        return None
+    # inputs are rows of a transposed tensor, which is one piece then
+    whole = piece.rows == shape.sizes[piece.tensor][0]
+    if shape.transposed and not whole:
+        return None
+    return PieceArgs(piece.tensor, 0, 0 if whole else piece.begin, matrix.rows, args)
+
+
+@dataclass(frozen=True)
+class MixedFormat:
+    """Records whose content differs by layer. All have the size of the largest."""
+
+    layers: tuple[RecordFormat, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return max(format.nbytes for format in self.layers)
+
+    def of_layer(self, layer: int) -> RecordFormat:
+        return self.layers[layer]
 
 
 class FormatBuilder:

@@ -8,12 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute import codes_triton
 from overspill.compute.codes_triton import load_values, matrix_of, planes_of
 from overspill.compute.launch_triton import Launch
 from overspill.compute.record_format import RecordFormat
 
 _TILE = 32, 128
 """Rows and columns of a matrix that a program unpacks."""
+
+
+def is_supported(format: RecordFormat) -> bool:
+    """Whether kernels can read all pieces."""
+    packed = (piece.matrix for piece in format.pieces if piece.matrix is not None)
+    return all(codes_triton.is_supported(matrix) for matrix in packed)
 
 
 def unpack(format: RecordFormat, records: Tensor, out: Tensor, ends: Tensor) -> None:

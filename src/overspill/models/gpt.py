@@ -3,7 +3,7 @@
 Shapes: B sequences of S tokens, T = B*S, D model, h heads, V vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -104,10 +104,7 @@ class GPTMoE(nn.Module):
         balances: list[Tensor] = []
         recompute = self.checkpoint and self.training and torch.is_grad_enabled()
         for block in self.blocks:
-            if recompute:
-                x_BSD, balance = _checkpointed(block, x_BSD, cos, sin, pieces, recompute)
-            else:
-                x_BSD, balance = block(x_BSD, cos, sin, pieces, recompute)
+            x_BSD, balance = block(x_BSD, cos, sin, pieces, recompute)
             if balance is not None:
                 balances.append(balance)
         x_BSD = self.norm(x_BSD if rows is None else x_BSD[:, rows])
@@ -193,6 +190,18 @@ class Block(nn.Module):
             )
         else:
             self.dense = FeedForward(config, **where)
+
+    def __call__(
+        self, x_BSD: Tensor, cos: Tensor, sin: Tensor, pieces: int, recompute: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Calls `forward`, under a checkpoint with `recompute`. A subclass may skip the whole call,
+        as pipeline stages do."""
+        call = super().__call__
+        if recompute:
+            found = _checkpointed(call, x_BSD, cos, sin, pieces, recompute)
+        else:
+            found = call(x_BSD, cos, sin, pieces, recompute)
+        return cast(tuple[Tensor, Tensor | None], found)
 
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, pieces: int, recompute: bool

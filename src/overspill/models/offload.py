@@ -20,12 +20,14 @@ from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.fill import ExpertSource, fill_experts
 from overspill.models.offload_plan import OffloadPlan, plan_offload
+from overspill.models.predictor import new_observer
 from overspill.models.progress_bar import TerminalProgress
 from overspill.models.ranks import check_supported, of_one_rank
 from overspill.models.shard_dense import shard_dense
 from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
+from overspill.moe.predictor import Observer
 from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.tiers.slab import Progress
@@ -131,8 +133,6 @@ def offload_within(
     layers = {path: module for path, module in model.named_modules() if isinstance(module, types)}
     if not layers:
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
-    if budgets.stages is not None:
-        raise ConfigError(f"stages={budgets.stages} needs a model of Hugging Face transformers")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
     return move_experts(model, [*layers.values()], budgets, progress, quiet)
@@ -203,6 +203,7 @@ def _move_experts(
                 model.to(device)
                 _close_with(engine, held)
                 model.overspill = engine  # type: ignore[assignment]
+                engine.popularity.new_observer = _new_observer(model)
                 finish()
                 agree()
         if not quiet:
@@ -238,6 +239,17 @@ def _replace_experts(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
             layer.give_away(engine, own.index(number))
         else:
             cast(Any, layer).leave_to_others(engine)
+
+
+def _new_observer(model: nn.Module) -> Callable[[], Observer | None]:
+    """Makes a popularity predictor; the engine must not keep its model alive."""
+    reference = weakref.ref(model)
+
+    def new() -> Observer | None:
+        whole = reference()
+        return None if whole is None else new_observer(whole, distances=(1, 2))
+
+    return new
 
 
 class _Keeper:

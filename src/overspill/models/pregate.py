@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.attention_cache import IN_USE
+from overspill.models.expert_layers import experts_paths
 from overspill.moe.layer import MoE
 from overspill.moe.pregate import ChainGate, GatedBlock, IdsReader, install, positions
 from overspill.moe.router import RouterOutput
@@ -87,17 +88,13 @@ def check_level(level: int, chains: Sequence[list[GatedBlock]], asked: str | Non
 def find_chains(model: Any) -> list[list[GatedBlock]]:
     """The MoE blocks of a model, one list for each stack of layers. Raises for models that cannot
     have pre-gates."""
-    if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
-        from overspill.models.huggingface.adapt import experts_paths
-
+    kind = type(model).__name__
+    if hasattr(model, "set_experts_implementation"):
         kind = model.config.model_type
         _refuse_layer_drop(model.config)
-        paths = experts_paths(model)
-    else:
-        kind = type(model).__name__
-        paths = [path for path, module in model.named_modules() if isinstance(module, MoE)]
-        if not paths:
-            raise ConfigError(f"{kind} has no Mixture-of-Experts layer that Overspill supports")
+    paths = experts_paths(model)
+    if not paths:
+        raise ConfigError(f"{kind} has no Mixture-of-Experts layer that Overspill supports")
     chains: dict[str, list[GatedBlock]] = {}
     for path in paths:
         found = _find_block(model, path, kind)

@@ -40,6 +40,11 @@ def check_supported(model: nn.Module, settings: Settings) -> None:
         )
     if settings.cpu_experts or settings.cpu_policy is not None:
         raise ConfigError("a mesh does not support cpu_experts yet; turn one of them off")
+    if settings.popularity == "learned":
+        raise ConfigError(
+            "a mesh does not support popularity='learned' (--popularity learned): a rank does not "
+            "see the tokens of others; leave one of them out"
+        )
 
 
 def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
@@ -61,8 +66,8 @@ def rank_layers(
     if budgets.stages is None and n_ranks == 1:
         return LayerMap.whole(len(layers))
     if not all(hasattr(layer, "leave_to_others") for layer in layers):
-        raise ConfigError("pipeline stages need a model of Hugging Face transformers")
-    from overspill.models.stages.division import (  # imports transformers
+        raise ConfigError("pipeline stages need a transformers model or a GPT-MoE")
+    from overspill.models.stages.division import (  # only where they are needed
         check_ranks,
         divide_model,
         expert_times,

@@ -193,8 +193,7 @@ def _forward(
     phase = Phase.BACKWARD if _recomputing() else Phase.FORWARD
     if phase is Phase.FORWARD:
         engine.begin_pass(layer_pass, len(x_TD))
-        if engine.observer is not None:
-            engine.observer.observe(layer_pass.layer, x_TD, expert_ids_TK)
+        engine.popularity.observe(layer_pass.layer, x_TD, expert_ids_TK)
     if engine.rank_rows is not None:
         layer_pass.sent = engine.rank_rows.route(layer_pass.layer, expert_ids_TK)
         return exchanged_forward(x_TD, weights_TK, engine, layer_pass, phase, keep)

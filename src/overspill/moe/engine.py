@@ -31,7 +31,7 @@ from overspill.moe.homes.compute import HomeCompute
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.model_part import ModelPart
-from overspill.moe.predictor import Observer
+from overspill.moe.popularity import Popularity
 from overspill.moe.rank_rows import Now, RankRows
 from overspill.moe.records import ExpertRecords
 from overspill.moe.row_placer import Balance, RowPlacer
@@ -109,8 +109,10 @@ class Engine:
             """Objects that have keys and values of the model."""
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
-            self.observer: Observer | None = None
-            """Of the popularity predictor, which learns from passes; None: there is none."""
+            self.popularity = Popularity(
+                self._streaming, store, self.stage_order,
+                lambda: self._settings.popularity == "learned",
+            )  # fmt: skip
             undo.pop_all()
 
     def _new_streaming(
@@ -279,7 +281,9 @@ class Engine:
 
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
-        for name in ("max_rows", "threads", "inject", "cpu_policy", "residency", "placement"):
+        for name in (
+            "max_rows", "threads", "inject", "cpu_policy", "residency", "placement", "popularity",
+        ):  # fmt: skip
             if getattr(settings, name) != getattr(self._settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         if self.rank_rows is not None:

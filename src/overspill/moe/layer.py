@@ -3,6 +3,8 @@
 Shapes: B sequences of S tokens, T = B*S, D model, H hidden, E experts, K top-k.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from overspill.moe.autograd import routed_experts
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.init import expert_generator, init_expert_
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
 from overspill.moe.router import Router
 from overspill.moe.state_dict import show_experts, split_record, stacked
 
@@ -96,13 +98,21 @@ class MoE(nn.Module):
 
     def give_away(self, engine: Engine, layer: int) -> None:
         """Replaces the parameters by a placeholder; the experts are in the engine now."""
-        self.engine, self.layer = engine, layer
-        trained = self.trained
-        del self.w_in, self.w_out
-        self.experts = ExpertPlaceholder(engine, layer)
-        self.experts.requires_grad_(trained)
+        self.layer = layer
+        self._replace(engine, ExpertPlaceholder(engine, layer))
         if engine.ranks is not None and engine.settings.shared_balance:
-            self.router.count_all_ranks(engine.ranks.total)
+            self.router.count_all_ranks(engine.ranks.total_of_batch)
+
+    def leave_to_others(self, engine: Engine) -> None:
+        """Replaces the parameters by what stands for experts that other ranks have."""
+        self._replace(engine, OthersPlaceholder(engine))
+
+    def _replace(self, engine: Engine, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:
+        trained = self.trained
+        self.engine = engine
+        del self.w_in, self.w_out
+        self.experts = placeholder
+        self.experts.requires_grad_(trained)
         show_experts(self, "experts", stacked(("w_in", "w_out")))
         refuse_replicas(self)
 
@@ -115,5 +125,6 @@ class MoE(nn.Module):
                 x_TD, expert_ids_TK, weights_TK, self.w_in, self.w_out, self.shape.gated
             )
         else:
-            y_TD = routed_experts(self.experts, x_TD, expert_ids_TK, weights_TK)
+            experts = cast(ExpertPlaceholder, self.experts)  # checked there
+            y_TD = routed_experts(experts, x_TD, expert_ids_TK, weights_TK)
         return y_TD.view_as(x_BSD), balance

@@ -140,11 +140,11 @@ class OthersPlaceholder(nn.Parameter):
     all ranks, and checkpoints the same names. It never has a gradient."""
 
     engine: "Engine"
-    places: "Places"
+    places: "Places | None"  # as of an ExpertPlaceholder
     is_expert_placeholder = True
     layer = None
 
-    def __new__(cls, engine: "Engine", places: "Places") -> "OthersPlaceholder":
+    def __new__(cls, engine: "Engine", places: "Places | None" = None) -> "OthersPlaceholder":
         data = torch.empty(0, 0, 0, dtype=engine.dtype, device=engine.device)
         self = torch.Tensor._make_subclass(cls, data, True)
         self.engine, self.places = engine, places

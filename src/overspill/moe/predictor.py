@@ -14,7 +14,7 @@ Shapes: L layers, N tokens, D model, E experts, K top-k, A distances.
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,8 +36,10 @@ _OF_CURVATURE = 0.5
 """Of the step to the minimum along its direction, at most."""
 _JUDGED = 8192
 """Accuracies are those over about so many tokens."""
+_SCALES = range(-6, 10)
+"""Exponents of the powers of two that a copied gate may be multiplied by."""
 _SMALL = 1e-12
-_LARGE = 1e6
+_LARGE = 1e4
 """Of an activation, beyond which it is cut off."""
 
 
@@ -95,6 +97,12 @@ class Predictor:
         self.learned_tokens = 0
         """Of a layer, with those of earlier runs that were loaded."""
         self._n_seen = [0] * len(gates)  # tokens of each layer, for the mean and the variance
+        self._copied = {  # maps that have learned nothing yet
+            (a, source)
+            for a in self.distances
+            for source, gate in enumerate(gates[a:])
+            if gate is not None
+        }
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +130,8 @@ class Predictor:
             stop = min(start + size, last)
             x_LND_here = torch.stack([x.float() for x in x_LND[start - first : stop - first]])
             # what is not finite must not stay
-            x_LND_here.nan_to_num_(0, _LARGE, -_LARGE).clamp_(-_LARGE, _LARGE)
+            lost_LN1 = ~torch.isfinite(x_LND_here).all(-1, keepdim=True)
+            x_LND_here.masked_fill_(lost_LN1, 0).clamp_(-_LARGE, _LARGE)
             self._follow_channels(start, x_LND_here)
             for number, a in enumerate(self.distances):
                 there = min(stop, last - a)
@@ -150,6 +159,14 @@ class Predictor:
         logits_LNE = torch.baddbmm(bias_LE[:, None], x_LND, weight_LED.transpose(1, 2))
         chosen_LNE = _chosen(ids_LNK, self.n_experts)
         self._judge(number, logits_LNE, chosen_LNE, ids_LNK.shape[2])
+        fresh = [(a, layer) in self._copied for layer in range(first, first + n_layers)]
+        if any(fresh):
+            self._copied -= {(a, layer) for layer in range(first, first + n_layers)}
+            scale_L = _best_scale(logits_LNE, chosen_LNE)
+            scale_L[~torch.tensor(fresh)] = 1
+            weight_LED.mul_(scale_L[:, None, None])
+            bias_LE.mul_(scale_L[:, None])
+            logits_LNE.mul_(scale_L[:, None, None])
         # as many as have an expert: a token of a layer that drops assignments may have none
         per_token_LN1 = chosen_LNE.sum(-1, keepdim=True)
         share_LNE = logits_LNE.softmax(-1) * (per_token_LN1 > 0)
@@ -218,6 +235,7 @@ class Predictor:
                 raise ValueError(f"{name} is not finite")
         for name in own.keys() & tensors.keys():
             own[name].copy_(tensors[name])
+        self._copied = {(a, layer) for a, layer in self._copied if f"weight.{a}" not in tensors}
         self.learned_tokens = learned_tokens
         self._n_seen = [learned_tokens] * self.n_layers
 
@@ -226,6 +244,18 @@ def _chosen(ids_LNK: Tensor, n_experts: int) -> Tensor:
     """1 for each expert of a token, [L, N, E]."""
     chosen = torch.zeros(*ids_LNK.shape[:2], n_experts + 1, device=ids_LNK.device)
     return chosen.scatter_(2, ids_LNK, 1.0)[..., :-1]
+
+
+def _best_scale(logits_LNE: Tensor, chosen_LNE: Tensor) -> Tensor:
+    """The power of two for each layer with which these logits tell best what was chosen. A gate
+    whose logits are small is right about the order of experts, and would learn to be certain at the
+    expense of it."""
+    target_LNE = chosen_LNE / chosen_LNE.sum(-1, keepdim=True).clamp(min=1)
+    losses = [
+        -((2.0**exponent * logits_LNE).log_softmax(-1) * target_LNE).sum((1, 2))
+        for exponent in _SCALES
+    ]
+    return torch.pow(2.0, torch.stack(losses).argmin(0) + _SCALES.start)
 
 
 def _among_fewest(rows_LE: Tensor, n: int) -> Tensor:
@@ -270,7 +300,7 @@ class Observer:
     def __init__(
         self,
         predictor: Predictor,
-        starts: Sequence[int] = (),
+        starts: Collection[int] = (),
         pace: LearningPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -315,6 +345,14 @@ class Observer:
             self._collected = list(zip(x_LBD, ids_LBK, strict=True))
             self._learn(first)
             self._collected = []
+
+    def later_layers(self, layer: int) -> Iterator[tuple[int, int]]:
+        """The layers whose experts can be predicted in this one, with their distances."""
+        for distance in self.predictor.distances:
+            later = layer + distance
+            between = range(layer + 1, later + 1)
+            if later < self.predictor.n_layers and self._starts.isdisjoint(between):
+                yield later, distance
 
     def _may_learn(self) -> bool:
         while self._running:

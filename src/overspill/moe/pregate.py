@@ -15,6 +15,8 @@ modules is replaced by a subclass with another `forward`.
 import copy
 import functools
 import threading
+import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -231,6 +233,7 @@ class _Pass:
         self.in_function = in_function()
         self._values = values
         self._recomputed = recomputed
+        self._taken = -1  # the last gate whose result was taken
 
     def put(self, number: int, value: Any) -> None:
         if not self._recomputed:  # else the later block has taken it in the forward
@@ -238,6 +241,7 @@ class _Pass:
 
     def take(self, position: GatePosition) -> Any:
         self._values.pop(position.number - 1, None)
+        self._taken = position.number
         if position.number not in self._values:
             raise OrderError(
                 f"{position.path} has a pre-gate, which the block {position.level} MoE blocks "
@@ -250,10 +254,14 @@ class _Pass:
         """The result of a pre-gate while its block computes; None for a conventional gate."""
         return self._values.get(number)
 
+    def ahead(self) -> dict[int, Any]:
+        """Results whose blocks have not taken them yet."""
+        return {number: value for number, value in self._values.items() if number > self._taken}
+
     def carried(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Results that are here, without their graphs."""
         found = {number: self._values[number] for number in numbers if number in self._values}
-        return {number: _each(value, _without_graph) for number, value in found.items()}
+        return {number: map_tensors(value, _without_graph) for number, value in found.items()}
 
 
 class _Passes(threading.local):
@@ -292,6 +300,54 @@ class _Passes(threading.local):
 
 _PASSES = _Passes()
 
+Notes = dict[ChainKey, tuple[Chain, dict[int, Any]]]
+"""What the gates of a block take, by chain, for a recomputation of the block."""
+
+
+def notes_of(tensor: Tensor) -> Notes:
+    """Those attached to the input of a block."""
+    notes: Notes = vars(tensor).setdefault(_CARRIED, {})
+    return notes
+
+
+class NotedCopy:
+    """A copy of the input of a block, from which the block is recomputed while this object lives.
+    Autograd gives the block another tensor with the same memory."""
+
+    def __init__(self, copy: Tensor, notes: Iterable[Notes]) -> None:
+        self._copy = copy  # so that nothing else has its address
+        self.notes = dict(ChainMap(*notes))
+        if self.notes:
+            _COPIES[copy.data_ptr()] = self
+
+
+_COPIES: weakref.WeakValueDictionary[int, NotedCopy] = weakref.WeakValueDictionary()
+"""By their address."""
+
+
+def _notes_for_recomputation(hidden: Tensor) -> Notes:
+    if notes := vars(hidden).get(_CARRIED):
+        return cast(Notes, notes)
+    copy = _COPIES.get(hidden.data_ptr())
+    return {} if copy is None else copy.notes
+
+
+Ahead = list[dict[int, Any]]
+"""Results of pre-gates that blocks further on will take: by the number of the gate, for each chain
+of a stack."""
+
+
+def results_ahead() -> Ahead:
+    """Those of the pass that runs in this thread."""
+    return [each.ahead() for each in _PASSES.running]
+
+
+def put_ahead(results: Ahead) -> None:
+    """Gives the running pass the results of an earlier one, which has ended before their blocks."""
+    for each, found in zip(_PASSES.running, results, strict=True):
+        for number, value in found.items():
+            each.put(number, value)
+
 
 def _run_stack(stack: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for chain in stack.pregate_chains:
@@ -321,14 +377,14 @@ def _enter(module: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> An
     if not isinstance(hidden, Tensor) or (not running and graph_task() == -1):
         return plain(*args, **kwargs)  # the gate raises
     if running:
-        notes = vars(hidden).setdefault(_CARRIED, {})
+        notes = notes_of(hidden)
         for each in running:
             numbers = [number for key, number in module.pregated if key is each.chain.key]
             notes[each.chain.key] = each.chain, each.carried(numbers)
         return plain(*args, **kwargs)
-    found = [note for key, note in vars(hidden).get(_CARRIED, {}).items() if key in keys]
+    found = [note for key, note in _notes_for_recomputation(hidden).items() if key in keys]
     recomputed = [
-        _Pass(chain, {n: _each(v, _again) for n, v in carried.items()}, recomputed=True)
+        _Pass(chain, {n: map_tensors(v, _again) for n, v in carried.items()}, recomputed=True)
         for chain, carried in found
     ]
     with _PASSES.run(recomputed):
@@ -436,12 +492,12 @@ def _no_pass(position: GatePosition) -> OrderError:
 # -- values --------------------------------------------------------------------------------------
 
 
-def _each(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Applies a function to the tensors that a gate returns."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
-        made = [_each(each, function) for each in value]
+        made = [map_tensors(each, function) for each in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     return value
 

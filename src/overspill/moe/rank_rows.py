@@ -44,6 +44,8 @@ class RankRows:
         """Raises for settings that an exchange does not support."""
         if settings.cpu_experts or settings.cpu_policy is not None:
             raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
+        if settings.popularity == "learned":
+            raise ConfigError("an exchange does not support popularity='learned'; leave one out")
         check_groups(settings.exchange_groups, self._n_experts, self._n_ranks)
 
     def route(self, layer: int, expert_ids_TK: Tensor) -> SentRows:

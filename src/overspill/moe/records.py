@@ -99,10 +99,10 @@ class ExpertRecords:
         """Copies an expert's flat weights into `out` [numel]."""
         home = self._at_home(expert)
         if home is not None:
-            self.layout.unpack(home[0].weights[home[1]], out)
+            self.layout.unpack(expert.layer, home[0].weights[home[1]], out)
         else:
             memory = self._store.read_part(self._store.entry(expert), Part.WEIGHTS)
-            self.layout.unpack(self.layout.weights(memory), out)
+            self.layout.unpack(expert.layer, self.layout.weights(memory), out)
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` write an expert's flat weights [numel] in place; packed ones are refused."""

@@ -9,6 +9,7 @@ from overspill.transfer.new_uploader import UPLOADERS
 from overspill.transfer.streams import Inject
 
 PLACEMENTS = ("auto", "static", "dynamic")
+POPULARITIES = ("history", "learned")
 RECEIVED_ROWS = ("send", "keep", "auto")
 CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 """From the token rows of each expert to the positions of those that the CPU computes."""
@@ -45,6 +46,11 @@ class Settings:
     backward, and forms the gradients of their weights in host memory."""
     cpu_policy: CpuPolicy | None = None
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
+    popularity: str = "history"
+    """How the token rows of the experts of later layers are expected in forward, before their
+    routing is known: as in the last passes ("history"), or by the popularity predictor, which
+    learns from the routing of every pass ("learned"), in layers in which it is closer. Uploads
+    ahead and the split between CPU and GPU follow it."""
     uploader: str = "auto"
     """Who issues uploads: a "native" thread, a Python "thread", or "auto" for the faster one."""
     placement: str = "auto"
@@ -78,6 +84,10 @@ class Settings:
             raise ConfigError(f"activations={self.activations!r} must be 'recompute' or 'keep'")
         if self.uploader not in UPLOADERS:
             raise ConfigError(f"uploader={self.uploader!r} must be one of {', '.join(UPLOADERS)}")
+        if self.popularity not in POPULARITIES:
+            raise ConfigError(
+                f"popularity={self.popularity!r} must be one of {', '.join(POPULARITIES)}"
+            )
         if self.placement not in PLACEMENTS:
             raise ConfigError(
                 f"placement={self.placement!r} must be one of {', '.join(PLACEMENTS)}"

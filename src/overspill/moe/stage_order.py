@@ -42,6 +42,11 @@ class StageOrder:
                     streaming.compute.cursor.follow_stage(visit)
 
     @property
+    def visit(self) -> StageVisit | None:
+        """The stage and the micro-batch of the next passes; None: those of a whole model."""
+        return self._visit
+
+    @property
     def begins_step(self) -> bool:
         """Whether a pass through the first layer is the first of a step."""
         return self._visit is None or self._visit.micro_batch == 0

@@ -21,13 +21,15 @@ def buffer_bytes(layout: RecordLayout, device: torch.device, n_experts: int) -> 
     return each * min(n_experts, max(1, _BUFFER[device.type] // each))
 
 
-def unpacked(waves: Iterator[Wave], layout: RecordLayout, n_experts: int) -> Iterator[Wave]:
+def unpacked(
+    waves: Iterator[Wave], layout: RecordLayout, layer: int, n_experts: int
+) -> Iterator[Wave]:
     """The same waves of a layer with `n_experts`, in the dtype of computation: those of packed
     experts in parts, each of which is valid until the next."""
     if layout.format is None:
         yield from waves
         return
-    memory = None
+    memory, format = None, layout.format.of_layer(layer)
     for wave in waves:
         assert wave.counts is not None
         starts = [0, *itertools.accumulate(wave.counts)]
@@ -44,7 +46,7 @@ def unpacked(waves: Iterator[Wave], layout: RecordLayout, n_experts: int) -> Ite
                 continue
             weights, counts = memory[: stop - first], wave.counts[first:stop]
             ends = wave.ends[first:stop] - starts[first] if first else wave.ends[:stop]
-            layout.format.unpack_several(wave.weights[first:stop], weights, counts, ends)
+            format.unpack_several(wave.weights[first:stop], weights, counts, ends)
             yield Wave(
                 wave.first + first,
                 wave.first + stop,

@@ -132,6 +132,14 @@ class Ranks:
             dist.all_reduce(total, group=self._group)
         return total.to(tensor.device, non_blocking=True)
 
+    def total_of_batch(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that divide a batch: not over those along stages, which compute
+        the same part of it. `tensor` may be changed."""
+        for ranks in (self.node, self.replicas):
+            if ranks is not None and ranks.size > 1:
+                tensor = ranks.total(tensor)
+        return tensor
+
     # -- from one rank to another -------------------------------------------------------------
 
     def global_rank(self, rank: int) -> int:

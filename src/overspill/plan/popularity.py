@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 SHARE = 0.01
 """Of the time of prompts and steps, for learning."""
-_LONGEST_GAP = 0.25
-"""Seconds between two passes that count as time of passes; the rest of a longer gap is idle."""
+_LONGEST_GAP = 5.0
+"""Seconds between two forwards that count as their time; the rest of a longer gap is idle."""
 _FIRST_AFTER = 0.1
 """Seconds of passes before the first learning, whose time is not known."""
+_RETRY = 8
+"""Passes through a layer until a prediction is tried again where history is closer."""
 _DECAY = 0.9
 """Weight of an error of expected rows relative to the one after it."""
 
@@ -50,6 +52,7 @@ class RowErrors:
     def __init__(self) -> None:
         self._predicted: float | None = None
         self._history = 0.0
+        self._left_out = 0
 
     def note(
         self, real: Sequence[float], predicted: Sequence[float], history: Sequence[float]
@@ -66,6 +69,14 @@ class RowErrors:
     def prefers_prediction(self) -> bool:
         """False until both were compared."""
         return self._predicted is not None and self._predicted <= self._history
+
+    def wants_prediction(self) -> bool:
+        """Whether a prediction for the next pass is worth its time; asked once for each pass."""
+        if self._predicted is None or self.prefers_prediction or self._left_out + 1 >= _RETRY:
+            self._left_out = 0
+            return True
+        self._left_out += 1
+        return False
 
 
 def _distance(first: Sequence[float], second: Sequence[float]) -> float:

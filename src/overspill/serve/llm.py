@@ -175,9 +175,8 @@ class LLM:
         checkpoints = self._new_checkpoints() if stateful and split else None
         runner: Runner
         if paged:
-            engine = source.model.overspill
-            here = not engine.placement.dense_weights and engine.layout.format is None
-            fused = on_gpu and here and has_triton("fused decoding")
+            dense_there = not source.model.overspill.placement.dense_weights
+            fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
             decoding = slots, mode, migrate, cache_policy, checkpoints
             runner = PagedRunner(source.model, self.device, *limits, *decoding, predictor=predictor)

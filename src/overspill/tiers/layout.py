@@ -24,10 +24,16 @@ class Section:
 
 
 class WeightFormat(Protocol):
-    """How the weights of an expert are packed in its record."""
+    """How weights are packed in the records of all experts, which have the same size."""
 
     @property
     def nbytes(self) -> int: ...
+
+    def of_layer(self, layer: int) -> "LayerFormat": ...
+
+
+class LayerFormat(Protocol):
+    """How weights are packed in the records of a layer's experts."""
 
     def unpack(self, record: Tensor, out: Tensor) -> None:
         """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
@@ -89,12 +95,12 @@ class RecordLayout:
         numel, dtype = self.stored
         return record[..., : numel * dtype.itemsize].view(dtype)
 
-    def unpack(self, stored: Tensor, out: Tensor) -> None:
-        """Copies the flat weights of a record into `out` [numel]."""
+    def unpack(self, layer: int, stored: Tensor, out: Tensor) -> None:
+        """Copies the flat weights of a record of a layer into `out` [numel]."""
         if self.format is None:
             out.copy_(stored)
         else:
-            self.format.unpack(stored, out)
+            self.format.of_layer(layer).unpack(stored, out)
 
     def state(self, record: Tensor, name: str) -> Tensor:
         """One optimizer state inside a state record's bytes."""

@@ -58,7 +58,7 @@ class TrainDataSection(BatchSection):
     """Folder for tokenized data."""
     group: bool = True
     """Run all micro-batches of a step through an expert during one stay on the GPU; else one
-    micro-batch after another."""
+    micro-batch after another, as always with --stages."""
 
 
 @dataclass(frozen=True)
@@ -108,4 +108,4 @@ class TrainConfig(RunConfig):
 
     @property
     def accumulates(self) -> bool:
-        return super().accumulates and not self.data.group
+        return super().accumulates and (not self.data.group or self.stages is not None)

@@ -1,6 +1,9 @@
-"""Exports the newest checkpoint of a run to Hugging Face format, tensor by tensor."""
+"""Exports the newest checkpoint of a run to Hugging Face format, tensor by tensor, and quantizes it
+or another checkpoint."""
 
 import json
+import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -8,20 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoConfig
 
-from overspill.core.errors import CheckpointError
+from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.config import GPTConfig
+from overspill.models.huggingface.adapt import find_experts
+from overspill.models.huggingface.checks import INDEX, SINGLE, find_folder
+from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.from_gpt import (
     Piece,
     exported_config,
     exported_tensors,
     is_mixtral,
 )
+from overspill.models.huggingface.merge import copy_texts
+from overspill.models.huggingface.packed.export import QuantizedFiles
+from overspill.models.huggingface.packed.quantized import check_quantization
+from overspill.models.huggingface.packed.tensor import PackedTensor
+from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.huggingface.recipes import Recipes, Tensors
+from overspill.models.huggingface.skeleton import meta_model
 from overspill.tiers.aside import check_new, new_folder
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.train import checkpoint
 from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
-from overspill.train.trained import find_checkpoint, find_shape
+from overspill.train.run_folder import is_run
+from overspill.train.trained import find_checkpoint, find_model, find_shape
 
 _SHARD_BYTES = 5 * 10**9  # as in save_pretrained
 _PIECE_BYTES = 256 * 2**20
@@ -36,25 +52,42 @@ class Exported:
     out: str
     model_type: str
     checkpoint: str
-    step: int
+    step: int | None
+    """Of the run; None if a checkpoint of Hugging Face was quantized."""
     parameters: int
     bytes: int
     """Size of the weights."""
+    quantize: str | None = None
 
 
 def export(
-    run: Path,
+    model: str | os.PathLike[str],
     out: Path,
     tokenizer: str | None = None,
     shard_bytes: int = _SHARD_BYTES,
     progress: Progress = lambda what, done, total: None,
+    quantize: str | None = None,
 ) -> Exported:
-    """Writes the newest checkpoint of `run` to the new folder `out`, for `from_pretrained`: as a
+    """Writes the newest checkpoint of a run to the new folder `out`, for `from_pretrained`: as a
     Mixtral if that computes the same, else as a `GPTMoEForCausalLM` (see `from_gpt`).
 
-    `tokenizer` replaces that of the run, for example if it was moved.
+    `tokenizer` replaces that of the run, for example if it was moved. `quantize` ("mxfp4", "int4"
+    or "fp8") packs the experts; then `model` may also be a checkpoint of Hugging Face.
     """
     check_new(out)
+    run = Path(model).expanduser()
+    if quantize is not None:
+        check_quantization(quantize)
+        run = find_model(run)
+        if not is_run(run):
+            if tokenizer is not None:
+                raise ConfigError(f"--tokenizer is for runs, {model} has its own; leave it out")
+            return _export_checkpoint(run if run.is_dir() else model, out, quantize, progress)
+    elif any((run / file).is_file() for file in (SINGLE, INDEX)):
+        raise ConfigError(
+            f"MODEL {model} is a checkpoint of Hugging Face already; --quantize int4 (or mxfp4, "
+            "fp8) packs its experts"
+        )
     config, path = find_checkpoint(run)
     state = checkpoint.read_state(path)
     shape = find_shape(config, state, path)
@@ -64,15 +97,91 @@ def export(
         specs = _specs(reader, tensors)
         with new_folder(out) as folder:
             _write_texts(folder, shape, str(state.facts["dtype"]), files)
-            _write_weights(folder, reader, tensors, specs, shard_bytes, progress)
+            size = sum(spec.nbytes for spec in specs.values())
+            if quantize is None:
+                _write_weights(folder, reader, tensors, specs, shard_bytes, progress)
+            else:
+                source = _RunTensors(path, reader, tensors, specs)
+                config = AutoConfig.from_pretrained(folder)
+                size = _write_quantized(folder, source, config, quantize, shard_bytes, progress)
     return Exported(
         out=str(out),
         model_type="mixtral" if is_mixtral(shape) else "overspill_gpt",
         checkpoint=str(path),
         step=state.step,
         parameters=shape.total_params,
-        bytes=sum(spec.nbytes for spec in specs.values()),
+        bytes=size,
+        quantize=quantize,
     )
+
+
+def _export_checkpoint(
+    checkpoint: str | os.PathLike[str], out: Path, quantize: str, progress: Progress
+) -> Exported:
+    """Writes the quantized form of a checkpoint of Hugging Face, a folder or a repository of the
+    hub."""
+    source = find_folder(checkpoint)
+    config = read_config(source)
+    with CheckpointFolder(source) as tensors:
+        if tensors.gguf is not None:
+            raise ConfigError(
+                f"--quantize {quantize}: {tensors.gguf} is a GGUF file; give the checkpoint in "
+                "safetensors that it was made from"
+            )
+        files: dict[str, list[str]] = {str(file.relative_to(source)): [] for file in tensors.files}
+        for name in tensors.specs:
+            files[str(tensors.file_of(name).relative_to(source))].append(name)
+        quantized = _quantized(tensors, config, quantize, files)
+        with new_folder(out, quantized.nbytes) as folder:
+            copy_texts(source, folder)
+            if os.path.lexists(source / PREGATES):
+                shutil.copyfile(source / PREGATES, folder / PREGATES)
+            quantized.write(folder, progress)
+        parameters = sum(spec.numel for spec in tensors.specs.values())
+    return Exported(
+        str(out), config.model_type, str(source), None, parameters, quantized.nbytes, quantize
+    )
+
+
+class _RunTensors:
+    """The tensors of a run by their names in the exported checkpoint."""
+
+    def __init__(
+        self,
+        folder: Path,
+        reader: StreamReader,
+        tensors: Mapping[str, Piece],
+        specs: dict[str, TensorSpec],
+    ) -> None:
+        self.folder, self._reader, self._tensors, self.specs = folder, reader, tensors, specs
+        self.packed: dict[str, PackedTensor] = {}
+
+    def read(self, name: str, offset: int, out: Tensor) -> None:
+        piece = self._tensors[name]
+        stored = torch.empty(out.shape, dtype=self.specs[name].dtype)
+        self._reader.read_piece(piece.source, piece.offset + offset, stored)
+        out.copy_(stored)
+
+
+def _quantized(
+    tensors: Tensors, config: Any, quantize: str, files: Mapping[str, list[str]]
+) -> QuantizedFiles:
+    model = meta_model(config)
+    return QuantizedFiles(Recipes(model, find_experts(model), tensors), quantize, files)
+
+
+def _write_quantized(
+    folder: Path,
+    tensors: _RunTensors,
+    config: Any,
+    quantize: str,
+    shard_bytes: int,
+    progress: Progress,
+) -> int:
+    """Writes the weights of a run packed, and returns their size."""
+    quantized = _quantized(tensors, config, quantize, _shards(tensors.specs, shard_bytes))
+    quantized.write(folder, progress)
+    return quantized.nbytes
 
 
 def _specs(reader: StreamReader, tensors: Mapping[str, Piece]) -> dict[str, TensorSpec]:

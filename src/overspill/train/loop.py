@@ -241,9 +241,14 @@ class Loop(abc.ABC, Generic[SummaryT]):
             rank_rows=ranks.rows if ranks else None,
             rank_balance=round(ranks.placed, 4) if ranks else None,
             rank_balance_static=round(ranks.static, 4) if ranks else None,
+            predictor=self._predictor() if log else None,
         )
         self._log(self.last)
         self.display.step(self.last, log)
+
+    def _predictor(self) -> dict[str, float] | None:
+        observer = self.session.engine.popularity.observer
+        return None if observer is None else observer.stats()
 
     def _memory(self) -> "_Memory":
         tiers = self.session.engine.bytes_by_tier()

@@ -39,6 +39,8 @@ class StepMetrics:
     """The most of a rank over the mean."""
     rank_balance_static: float | None = None
     """The same if owners computed all rows of their experts."""
+    predictor: dict[str, float] | None = None
+    """The accuracies of the popularity predictor by distance, and how much it has learned."""
 
 
 @dataclass(frozen=True)

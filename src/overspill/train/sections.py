@@ -4,6 +4,7 @@ import abc
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from overspill.core.errors import ConfigError
 from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
 
 
@@ -59,6 +60,12 @@ class MemorySection:
     gpus: Count | None = None
     """GPUs to train on, with one process for each, which divide the experts and the batch; with
     --device cpu, processes. Budgets for host memory and disk are those of all together."""
+    stages: Count = 1
+    """Divide the model into so many pipeline stages. All micro-batches of --accumulate pass a stage
+    before the next one, so that each expert is uploaded once for all of them."""
+    stage_gpus: Count | None = None
+    """GPUs of --gpus that divide the stages, while the others divide the experts and the batch;
+    default: as many as possible."""
     shard_dense: bool = False
     """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
     placement: Literal["auto", "static", "dynamic"] = "auto"
@@ -91,6 +98,9 @@ class MemorySection:
     is faster than uploading them to a GPU."""
     cpu_training: bool = False
     """With --cpu-experts: also experts that are trained, with the gradients of their weights."""
+    popularity: Literal["history", "learned"] = "history"
+    """How the token rows of experts of later layers are expected, for uploads ahead and for
+    --cpu-experts: as in the last batches, or by a predictor that learns, where it is closer."""
     threads: Count | None = None
     """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four, at least
     three quarters of them."""
@@ -130,6 +140,14 @@ class RunConfig(Config, abc.ABC):
     memory: MemorySection = field(default_factory=MemorySection)
     run: RunSection = field(default_factory=RunSection)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stages, gpus = self.memory.stages, self.memory.stage_gpus
+        if gpus is not None and gpus > stages:
+            raise ConfigError(
+                f"--stage-gpus {gpus} needs at least as many --stages, there are {stages}"
+            )
+
     @property
     @abc.abstractmethod
     def name(self) -> str:
@@ -147,11 +165,17 @@ class RunConfig(Config, abc.ABC):
     @property
     def stages(self) -> int | None:
         """The pipeline stages of the model; None: it is not divided."""
-        return None
+        return self.memory.stages if self.memory.stages > 1 else None
 
     def stage_ranks(self, node_size: int) -> int:
         """How many of a node's ranks divide the stages; the others divide the experts."""
-        return 1
+        stages, asked = self.memory.stages, self.memory.stage_gpus
+        if asked is None:
+            most = min(stages, node_size)
+            return max(n for n in range(1, most + 1) if node_size % n == 0)
+        if node_size % asked:
+            raise ConfigError(f"--stage-gpus {asked} must divide the {node_size} GPUs of a node")
+        return asked
 
     @property
     def sequences_per_step(self) -> int:

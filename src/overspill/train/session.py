@@ -1,6 +1,7 @@
 """The model, engine and optimizer of a run: what they are built from, built and resumed."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from overspill.core.errors import ConfigError
 from overspill.models.budgets import Budgets
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
@@ -25,7 +27,7 @@ from overspill.train.team import Team
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SWITCHES = (
     "residency", "follow_usage", "overlap_updates", "overlap_uploads", "waves", "activations",
-    "cpu_experts", "cpu_training", "threads", "placement",
+    "cpu_experts", "cpu_training", "popularity", "threads", "placement",
 )  # fmt: skip
 """Settings of the engine that are also flags, with the same name."""
 
@@ -95,6 +97,17 @@ class RunSpec(abc.ABC):
             stages=self.config.stages,
         )
 
+    def with_activations(self, budgets: Budgets, hidden_size: int, n_blocks: int) -> Budgets:
+        """In stages on a GPU, hidden states before each block wait in host memory."""
+        if self.config.stages is None or self.device.type != "cuda":
+            return budgets
+        data = self.config.data
+        tokens = -(-data.batch // self.team.parts) * self.seq_len
+        hidden = tokens * hidden_size * self.dtype.itemsize
+        own = -(-n_blocks // self.team.n_stages) * data.accumulate
+        # torch's allocator of pinned memory gives out powers of two
+        return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
+
     @abc.abstractmethod
     def model_size(self) -> ModelSize:
         """How many parameters the model has."""
@@ -106,6 +119,15 @@ class RunSpec(abc.ABC):
     def prepare(self, model: Any) -> nn.Module:
         """The model with what the config freezes or adds."""
         return cast(nn.Module, model)
+
+
+def check_stages(count: int, n_blocks: int, model: str) -> None:
+    """Raises if the model cannot be divided into so many stages."""
+    if count > n_blocks:
+        raise ConfigError(
+            f"--stages {count}: a stage needs a block, and {model} has {n_blocks} blocks; give 1 "
+            f"to {n_blocks}"
+        )
 
 
 Builder = Callable[[RunSpec], Session]

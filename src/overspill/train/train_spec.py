@@ -8,6 +8,7 @@ from typing import Any
 
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import choose_device
+from overspill.models.budgets import Budgets
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.models.offload import offload_within
@@ -16,7 +17,7 @@ from overspill.train.checkpoint import Fact
 from overspill.train.config import TrainConfig
 from overspill.train.data import TokenData, find_files, split, tokenize
 from overspill.train.run_warnings import ModelSize
-from overspill.train.session import RunSpec
+from overspill.train.session import RunSpec, check_stages
 from overspill.train.team import Team
 from overspill.train.tokenizer import Tokenizer, load_tokenizer, vocab_size
 
@@ -32,6 +33,10 @@ class TrainSpec(RunSpec):
     config: TrainConfig
     shape: GPTConfig
     data: TokenData
+
+    @property
+    def budgets(self) -> Budgets:
+        return self.with_activations(super().budgets, self.shape.d_model, self.shape.n_layers)
 
     def model_size(self) -> ModelSize:
         shape = self.shape
@@ -65,6 +70,8 @@ def plan_training(
     section, lr = config.data, config.optim.lr
     tokenizer = load_tokenizer(section.tokenizer)
     shape = _model_shape(config, tokenizer)
+    if config.stages is not None:
+        check_stages(config.stages, shape.n_layers, f"this {config.model.preset}")
     device = choose_device(config.memory.device)
     slots = _slots(config, shape, team.node_size, say)
     seq_len = section.seq_len or shape.max_seq

@@ -1,15 +1,19 @@
 """`overspill train`: its steps and evaluations in the loop."""
 
 from contextlib import nullcontext
+from itertools import islice
+from typing import Any
 
-import torch
+from torch import Tensor
 
+from overspill.models.stages.stages import Stages
+from overspill.train.checkpoint import TrainState
 from overspill.train.config import TrainConfig
 from overspill.train.loop import Loop, Losses, StepWork
 from overspill.train.metrics import EvalMetrics
 from overspill.train.progress import Display
-from overspill.train.run_folder import choose_folder
-from overspill.train.session import Builder, build_session, open_session
+from overspill.train.run_folder import RunFolder, choose_folder
+from overspill.train.session import Builder, Session, build_session, open_session
 from overspill.train.summary import Summary
 from overspill.train.team import Team
 from overspill.train.train_spec import TrainSpec, plan_training
@@ -35,6 +39,17 @@ class Trainer(Loop[Summary]):
 
     spec: TrainSpec
 
+    def __init__(
+        self,
+        spec: TrainSpec,
+        folder: RunFolder,
+        session: Session,
+        state: TrainState,
+        display: Display,
+    ) -> None:
+        super().__init__(spec, folder, session, state, display)
+        self.stages = None if spec.config.stages is None else Stages(session.model)
+
     def backward(self) -> StepWork:
         config, device, team = self.spec.config, self.spec.device, self.spec.team
         batch = self.spec.data.train_batch(self.position, config.sequences_per_step)
@@ -42,40 +57,63 @@ class Trainer(Loop[Summary]):
             team.own_sequences(tensor, config.data.accumulate).to(device, non_blocking=True)
             for tensor in batch
         )
-        if config.accumulates:
-            losses = self._accumulate(tokens, targets, config.data.accumulate)
+        count = config.data.accumulate
+        if self.stages is not None or config.accumulates:
+            losses = self._accumulate(tokens, targets, count)
         else:
-            losses = self._backward(tokens, targets, pieces=config.data.accumulate)
+            out = self.session.model(tokens, targets, pieces=count)
+            losses = self._losses(out)
+            out.loss.backward()
         return StepWork(losses, sequences=len(batch[0]), tokens=batch[0].numel())
 
-    def _accumulate(self, tokens: torch.Tensor, targets: torch.Tensor, count: int) -> Losses:
-        """Each micro-batch passes all layers before the next begins."""
+    def _accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> Losses:
+        """Each micro-batch passes all layers before the next begins, or all of them a stage."""
         total = Losses(0.0, 0.0, 0.0)
-        pairs = list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
-        for number, (piece, target) in enumerate(pairs, start=1):
-            with self.optimizer.accumulate() if number < count else nullcontext():
-                total = total.plus(self._backward(piece, target, parts=count), 1 / count)
+        share = self.team.n_stages / count  # one rank along stages has the losses
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            nonlocal total
+            total = total.plus(self._losses(output), share)
+            loss: Tensor = output.loss / count * self.team.n_stages
+            return loss
+
+        pairs = zip(tokens.chunk(count), targets.chunk(count), strict=True)
+        batches = [{"tokens": piece, "targets": target} for piece, target in pairs]
+        if self.stages is not None:
+            self.stages.backward(batches, self.optimizer, loss_of)
+            return total
+        for number, each in enumerate(batches):
+            with nullcontext() if number == count - 1 else self.optimizer.accumulate():
+                loss_of(number, self.session.model(**each)).backward()
         return total
 
-    def _backward(
-        self, tokens: torch.Tensor, targets: torch.Tensor, pieces: int = 1, parts: int = 1
-    ) -> Losses:
-        """`pieces` micro-batches that pass each expert together; one of `parts` of the step."""
-        out = self.session.model(tokens, targets, pieces=pieces)
+    def _losses(self, out: Any) -> Losses:
         losses = Losses(out.loss.item(), out.ce.item(), out.balance.item())
         self.check_finite(losses.loss)
-        (out.loss / parts).backward()
         return losses
 
     def evaluate(self) -> EvalMetrics:
         config, device, team = self.spec.config, self.spec.device, self.spec.team
         total, count = 0.0, 0
         batches = self.spec.data.eval_batches(config.run.eval_batches, config.data.batch)
-        for tokens, targets in batches:
-            rows, counted = team.own(range(len(tokens)))
-            own = slice(rows[0], rows[-1] + 1)
-            out = self.session.model(tokens[own].to(device), targets[own].to(device))
-            total, count = total + out.ce.item() * counted, count + counted
+        at_once = 1 if self.stages is None else config.data.accumulate
+        while group := list(islice(batches, at_once)):
+            inputs, counts = [], []
+            for tokens, targets in group:
+                rows, counted = team.own(range(len(tokens)))
+                own = slice(rows[0], rows[-1] + 1)
+                piece = {"tokens": tokens[own].to(device), "targets": targets[own].to(device)}
+                inputs.append(piece)
+                counts.append(counted)
+
+            def take(number: int, out: Any, counts: list[int] = counts) -> None:
+                nonlocal total, count
+                total, count = total + out.ce.item() * counts[number], count + counts[number]
+
+            if self.stages is not None:
+                self.stages.forward(inputs, take)
+            else:
+                take(0, self.session.model(**inputs[0]))
         total, n_sequences = team.sums([total, count])
         return EvalMetrics(self.step, total / n_sequences)
 

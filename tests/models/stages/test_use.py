@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import overspill
 from overspill.core.errors import ConfigError, NonFiniteError, OrderError
-from overspill.models.config import GPTConfig
-from overspill.models.gpt import GPTMoE
+from overspill.moe.layer import MoE
 from tests.interrupts import calls_of, interrupted, spread
 from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import ADAM, assert_same_weights, offloaded
@@ -299,20 +298,15 @@ def test_more_stages_than_blocks_are_refused(bench: Bench) -> None:
     bench.stages = bench.divide(3)
 
 
-def test_other_models_are_refused(tmp_path: Path) -> None:
+def test_other_models_are_refused() -> None:
     plain = make_model(MIXTRAL)
     with pytest.raises(ConfigError, match=r"an offloaded model; call overspill\.offload"):
         overspill.Stages(plain, 2)
-    with offloaded(plain, "host", tmp_path) as twin:
-        overspill.pregate(twin)
-        with pytest.raises(ConfigError, match="train pre-gates without stages"):
-            overspill.Stages(twin, 2)
-    small = GPTConfig(vocab=8, n_layers=2, d_model=8, d_hidden=8, n_heads=2, n_experts=2, top_k=1)
-    gpt = GPTMoE(small)
-    overspill.offload(gpt, mode="gpu", device="cpu", quiet=True, progress=False)
-    with pytest.raises(ConfigError, match="a transformers model, and this is a GPTMoE"):
-        overspill.Stages(gpt, 2)
-    gpt.overspill.close()
+    layer: Any = nn.Sequential(MoE(d_model=8, d_hidden=8, n_experts=2, top_k=1, gated=False))
+    overspill.offload(layer, mode="gpu", device="cpu", quiet=True, progress=False)
+    with pytest.raises(ConfigError, match="or a GPT-MoE, and this is a Sequential"):
+        overspill.Stages(layer, 1)
+    layer.overspill.close()
 
 
 def test_a_model_in_stages_is_not_copied(refusing: Bench) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.finetune.finetuner import finetune
+from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.metrics import read_lines
 from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import tiny_settings, write_jsonl, write_pairs
@@ -96,11 +98,34 @@ def test_more_stages_than_blocks_are_refused(mixtral: Path, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists(), "before anything is loaded or written"
 
 
-def test_encoder_decoders_and_pre_gates_are_refused(
-    mixtral: Path, switch: Path, tmp_path: Path
+def test_pre_gates_are_trained_in_stages(mixtral: Path, pairs: Path, tmp_path: Path) -> None:
+    """`overspill pregate`, then `finetune` of what it has saved; the bits are those without."""
+    given = {"steps": 2, "batch": 2, "accumulate": 2, "eval_every": 2, "lr": 1e-3}
+    for name, stages in (("a", 1), ("b", 2)):
+        settings = tiny_settings(mixtral, pairs, tmp_path / name, stages=stages, **given)
+        finetune(PregateConfig.make(settings), Watcher())
+        again = {"stages": stages, **given}
+        run(tiny_settings(tmp_path / name / "final", pairs, tmp_path / (name * 2), **again))
+    for one, two in (("a", "b"), ("aa", "bb")):
+        metrics = [list(read_lines(tmp_path / name / "metrics.jsonl")) for name in (one, two)]
+        losses = [[e["loss"] for e in lines if "loss" in e] for lines in metrics]
+        evals = [[e["eval_loss"] for e in lines if "eval_loss" in e] for lines in metrics]
+        assert losses[0] == losses[1] != []
+        assert evals[0] == evals[1] != []
+        files = [weights(tmp_path / name / "final") for name in (one, two)]
+        assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+
+
+def test_pre_gates_are_refused_where_ranks_divide_the_stages(
+    mixtral: Path, pairs: Path, tmp_path: Path
 ) -> None:
+    team: Any = SimpleNamespace(n_stages=2)
+    settings = tiny_settings(mixtral, pairs, tmp_path / "run", stages=2)
+    with pytest.raises(ConfigError, match=r"pre-gates are not sent.*give --stage-gpus 1"):
+        plan_finetuning(PregateConfig.make(settings), print, team)
+
+
+def test_encoder_decoders_are_refused(switch: Path, tmp_path: Path) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match=r"stages.*an encoder and a decoder.*without"):
         run(tiny_settings(switch, data, tmp_path / "run", stages=2))
-    with pytest.raises(ConfigError, match="--stages does not support pre-gates"):
-        PregateConfig.make(tiny_settings(mixtral, data, tmp_path / "gates", stages=2))

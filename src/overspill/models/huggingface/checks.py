@@ -88,11 +88,11 @@ def _repository(path_or_repo: str | os.PathLike[str]) -> str:
     """The name of a repository of the hub."""
     path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
     if path.is_file():
-        raise ConfigError(f"{name} is a file; give the folder of a checkpoint")
+        raise ConfigError(f"{name} is a file; give the folder of a checkpoint, or a GGUF file")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(
-            f"{name} does not exist; give the folder of a checkpoint or a repository like "
-            "mistralai/Mixtral-8x7B-v0.1"
+            f"{name} does not exist; give the folder of a checkpoint, a GGUF file, or a repository "
+            "like mistralai/Mixtral-8x7B-v0.1"
         )
     return name
 

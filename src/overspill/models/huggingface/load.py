@@ -138,7 +138,7 @@ def load_within(
             if quantize is not None:
                 source = QuantizedExperts(recipes, quantize)
             elif packed:
-                source = PackedExperts(recipes)
+                source = PackedExperts(recipes, checkpoint)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:

@@ -81,7 +81,8 @@ def merge(
         dtype = checkpoint.plain_dtype(config)
         size = _plain_size(checkpoint, dtype)
         with new_folder(target, size) as aside:
-            _copy_texts(base_folder, folder, aside)
+            copy_texts(base_folder, aside)
+            _copy_tokenizer(folder, aside)
             if checkpoint.gguf is not None:
                 _write_texts(base_folder, config, aside)
             weights = _Weights(checkpoint, lora, recipes, dtype)
@@ -91,23 +92,29 @@ def merge(
     return Merged(str(target), str(folder), str(base_folder), changed, size)
 
 
-def _copy_texts(base: Path, adapter: Path, out: Path) -> None:
-    """Copies config, tokenizer, chat template and the like."""
+def copy_texts(base: Path, out: Path) -> None:
+    """Copies config, tokenizer, chat templates and the like."""
     for pattern in _TEXTS:
         for file in texts_of(base).glob(pattern):
             other = file.name == ADAPTER_CONFIG or file.name.endswith(".index.json")
             if file.is_file() and (file.name == INDEX or not other):
                 shutil.copyfile(file, out / file.name)
-    templates = texts_of(base) / _TEMPLATES
+    if (texts_of(base) / _TEMPLATES).is_dir():
+        shutil.copytree(texts_of(base) / _TEMPLATES, out / _TEMPLATES)
+
+
+def _copy_tokenizer(adapter: Path, out: Path) -> None:
+    """Replaces the tokenizer by that of the adapter if it has one."""
     own = [name for name in TOKENIZER_FILES if (adapter / name).is_file()]
-    if own:  # a tokenizer has several files, which must be of the same one
-        for name in TOKENIZER_FILES:
-            (out / name).unlink(missing_ok=True)
-        for name in own:
-            shutil.copyfile(adapter / name, out / name)
-        templates = adapter / _TEMPLATES
-    if templates.is_dir():
-        shutil.copytree(templates, out / _TEMPLATES)
+    if not own:
+        return
+    shutil.rmtree(out / _TEMPLATES, ignore_errors=True)
+    for name in TOKENIZER_FILES:  # its files must be of the same tokenizer
+        (out / name).unlink(missing_ok=True)
+    for name in own:
+        shutil.copyfile(adapter / name, out / name)
+    if (adapter / _TEMPLATES).is_dir():
+        shutil.copytree(adapter / _TEMPLATES, out / _TEMPLATES)
 
 
 def _write_texts(base: Path, config: Any, out: Path) -> None:

@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +12,21 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.huggingface.conversion import Sources, renamer
 from overspill.models.huggingface.experts import HuggingFaceExperts
-from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.lora import LoraTensors
+from overspill.models.huggingface.packed.tensor import PackedTensor
 from overspill.moe.state_dict import Place, split_record
+from overspill.tiers.safetensors_stream import TensorSpec
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint, by name."""
+
+    folder: Path
+    specs: dict[str, TensorSpec]
+    packed: dict[str, PackedTensor]
+
+    def read(self, name: str, offset: int, out: Tensor) -> None:
+        """Fills `out`, in its dtype, with the elements of a tensor from `offset` on."""
 
 
 class Recipes:
@@ -25,7 +38,7 @@ class Recipes:
         self,
         model: Any,
         layers: Sequence[HuggingFaceExperts],
-        folder: CheckpointFolder,
+        folder: Tensors,
         lora: LoraTensors | None = None,
     ) -> None:
         """`lora` is an adapter that is added to the experts."""
@@ -123,6 +136,17 @@ class Recipes:
                 keys = sources.parts(place.expert)
             found.append(functools.reduce(torch.promote_types, (specs[key].dtype for key in keys)))
         return tuple(found)
+
+    @property
+    def keys(self) -> list[str]:
+        """The tensors of the checkpoint with experts."""
+        return [key for s in self._sources.values() for keys in s.keys.values() for key in keys]
+
+    @property
+    def converted(self) -> str | None:
+        """The name of a tensor of experts that the family's own code makes of the stored ones."""
+        made = (n for n, s in self._sources.items() if not (s.converter is None or s.merges))
+        return next(made, None)
 
     @property
     def _copies(self) -> bool:

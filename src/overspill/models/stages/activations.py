@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from overspill.core.errors import OrderError
 from overspill.moe.pipeline.activations import HostCopies
+from overspill.moe.pregate import NotedCopy, Notes, notes_of
 from overspill.transfer.work_stream import Arrival
 
 SMALL = 1 << 16
@@ -23,6 +24,9 @@ class Parked:
     leaving: Arrival
     version: int
     returning: Arrival | None = None
+    notes: list[Notes] = field(default_factory=list)
+    """Of the tensors that share this memory."""
+    restored: NotedCopy | None = None
 
     @property
     def host(self) -> Tensor:
@@ -91,10 +95,16 @@ class ParkedActivations:
             if memory not in known:  # several operations save the same one
                 known[memory] = self.park(tensor, "save")
                 saved.append(known[memory])
+            known[memory].notes.append(notes_of(tensor))  # a block may add to them later
             return known[memory]
 
         def unpack(kept: Tensor | Parked) -> Tensor:
-            return kept if isinstance(kept, Tensor) else self.take(kept)
+            if isinstance(kept, Tensor):
+                return kept
+            tensor = self.take(kept)
+            if kept.restored is None:
+                kept.restored = NotedCopy(tensor, kept.notes)
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield

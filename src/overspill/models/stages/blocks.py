@@ -1,16 +1,19 @@
-"""The blocks of a transformers model, and how one of its forwards passes only some of them."""
+"""The blocks of a model, and how one of its forwards passes only some of them."""
 
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
-from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.expert_layers import experts_paths
+from overspill.models.gpt import Block, GPTMoE
+from overspill.moe.pregate import Ahead, map_tensors, put_ahead, results_ahead
 
 _MARK = "_overspill_stage"
 
@@ -18,10 +21,14 @@ _MARK = "_overspill_stage"
 def find_blocks(model: nn.Module) -> list[str]:
     """The paths of the decoder blocks, lowest first: the elements of the outermost list of modules
     that has the experts."""
+    if isinstance(model, GPTMoE):
+        return [f"blocks.{number}" for number in range(len(model.blocks))]
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind is None:
-        raise ConfigError(f"stages need a transformers model, and this is a {type(model).__name__}")
+        raise ConfigError(
+            f"stages need a transformers model or a GPT-MoE, and this is a {type(model).__name__}"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{kind}: stages need blocks that follow each other, and this model has an encoder and "
@@ -52,13 +59,62 @@ def _outermost_list(model: nn.Module, path: str) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Passing:
+    """Tensors of a micro-batch between two stages."""
+
+    tensors: Sequence[Tensor]
+    """Hidden states, then what the balance loss needs of the blocks so far (the logits of each
+    router; of a GPT-MoE the losses of all blocks, as one tensor), then results of pre-gates."""
+    ahead: Ahead = field(default_factory=list)
+    """The form of these results, with tensors on the meta device."""
+
+    @classmethod
+    def of(cls, hidden: Tensor, recorded: Sequence[Tensor], ahead: Ahead) -> "Passing":
+        form = _map_ahead(ahead, lambda tensor: torch.empty_like(tensor, device="meta"))
+        return cls([hidden, *recorded, *_tensors(ahead)], form)
+
+    def split(self) -> tuple[Tensor, Sequence[Tensor], Ahead]:
+        """Hidden states, what the balance loss needs, and results of pre-gates."""
+        end = len(self.tensors) - len(_tensors(self.ahead))
+        results = iter(self.tensors[end:])
+        return self.tensors[0], self.tensors[1:end], _map_ahead(self.ahead, lambda _: next(results))
+
+
+def _map_ahead(ahead: Ahead, function: Callable[[Tensor], Tensor]) -> Ahead:
+    return [{n: map_tensors(value, function) for n, value in chain.items()} for chain in ahead]
+
+
+def _tensors(ahead: Ahead) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_ahead(ahead, note)
+    return found
+
+
 class EndOfStage(BaseException):
     """Ends the forward of a model after the last block of a stage. No Exception, which the model
     might handle."""
 
-    def __init__(self, passed: list[Tensor]) -> None:
+    def __init__(self, passing: Passing) -> None:
         super().__init__()
-        self.passed = passed
+        self.passing = passing
+
+
+@dataclass
+class _Running:
+    """A forward through the blocks of a stage."""
+
+    blocks: range
+    incoming: Passing | None
+    balances: list[Tensor]
+    """Of a GPT-MoE: the balance losses of the blocks so far that have one."""
+    skipped: Iterator[Tensor]
+    """Those of blocks that are still to be skipped."""
 
 
 class StagedBlocks:
@@ -83,16 +139,18 @@ class StagedBlocks:
         return self._blocks[number]
 
     def run(
-        self, blocks: range, incoming: Sequence[Tensor] | None, forward: Callable[[], Any]
-    ) -> list[Tensor] | Any:
+        self, blocks: range, incoming: Passing | None, forward: Callable[[], Any]
+    ) -> Passing | Any:
         """Return the tensors that pass from `blocks` to the next ones, or the result of `forward`
-        if they are the last: the hidden states, and the logits of all routers so far if the model
-        records them. `incoming` is the same from the blocks before; None for the first ones."""
-        self._local.running = (blocks, incoming)
+        if they are the last. `incoming` comes from the blocks before; None for the first ones."""
+        losses: list[Tensor] = []
+        if incoming is not None and isinstance(self._blocks[0], Block):
+            losses = [loss for stack in incoming.split()[1] for loss in stack.unbind()]
+        self._local.running = _Running(blocks, incoming, losses, iter(list(losses)))
         try:
             result = forward()
         except EndOfStage as end:
-            return end.passed
+            return end.passing
         finally:
             self._local.running = None
         if blocks.stop < len(self):
@@ -106,24 +164,37 @@ class StagedBlocks:
         self, number: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A block is called by the model."""
-        running = getattr(self._local, "running", None)
+        running: _Running | None = getattr(self._local, "running", None)
         if running is None:
             return plain(*args, **kwargs)
-        blocks, incoming = running
-        if number < blocks.start - 1:
-            return args[0] if args else kwargs["hidden_states"]
-        if number == blocks.start - 1:
-            _recorded_logits().extend(incoming[1:])
-            return incoming[0]
-        hidden = plain(*args, **kwargs)
+        block, blocks = self._blocks[number], running.blocks
+        if number < blocks.start:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if number == blocks.start - 1:
+                assert running.incoming is not None
+                hidden, recorded, ahead = running.incoming.split()
+                put_ahead(ahead)
+                if not isinstance(block, Block):
+                    _recorded_logits().extend(recorded)
+            if isinstance(block, Block):
+                return hidden, None if block.moe is None else next(running.skipped)
+            return hidden
+        result = plain(*args, **kwargs)
+        hidden = result
+        if isinstance(block, Block):
+            hidden, balance = result
+            running.balances += [] if balance is None else [balance]
         if not isinstance(hidden, Tensor):
             raise ConfigError(
                 f"{self.paths[number]} returns {type(hidden).__name__}, not hidden states alone; "
                 "train this model without stages"
             )
         if number == blocks.stop - 1 < len(self) - 1:
-            raise EndOfStage([hidden, *_recorded_logits()])
-        return hidden
+            recorded = [torch.stack(running.balances)] if running.balances else []
+            if not isinstance(block, Block):
+                recorded = _recorded_logits()
+            raise EndOfStage(Passing.of(hidden, recorded, results_ahead()))
+        return result
 
     def close(self) -> None:
         """Gives the blocks their classes back."""

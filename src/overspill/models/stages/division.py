@@ -1,11 +1,14 @@
-"""The stages of a transformers model."""
+"""The stages of a model."""
+
+from typing import Any
 
 import torch
 from torch import nn
 
 from overspill.core.errors import ConfigError
 from overspill.core.layer_map import StagePart
-from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.expert_layers import experts_paths
+from overspill.models.gpt import GPTMoE
 from overspill.models.placement_costs import measured_costs
 from overspill.models.stages.blocks import find_blocks
 from overspill.parallel.ranks import Ranks
@@ -38,8 +41,11 @@ def divide_model(
 ) -> list[StagePart]:
     """Runs of blocks. A dense parameter takes as long as one of an expert."""
     blocks, experts = find_blocks(model), experts_paths(model)
-    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    top_k = getattr(config, "num_experts_per_tok", None) or 2
+    config: Any = model.config
+    if isinstance(model, GPTMoE):
+        top_k = config.top_k
+    else:
+        top_k = getattr(config.get_text_config(), "num_experts_per_tok", None) or 2
     costs, counts = [], []
     for path in blocks:
         inside = [name for name in experts if name.startswith(f"{path}.")]

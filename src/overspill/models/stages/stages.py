@@ -52,7 +52,8 @@ class Stages:
     ) -> None:
         """
         Args:
-            model: a transformers model of `overspill.load` or `overspill.offload`.
+            model: a transformers model of `overspill.load` or `overspill.offload`, or an offloaded
+                GPT-MoE.
             n_stages: how many stages its blocks are divided into; None: as it was offloaded.
             offload_activations: let activations wait in host memory; None: if the model computes on
                 a GPU.
@@ -61,14 +62,14 @@ class Stages:
         engine = getattr(model, "overspill", None)
         if not isinstance(engine, Engine):
             raise ConfigError("stages need an offloaded model; call overspill.offload(model) first")
-        if pregate_level(model):
-            raise ConfigError(
-                "a pre-gate chooses the experts of a later block, which may be in another stage; "
-                "train pre-gates without stages"
-            )
         self._model, self._engine = model, engine
         parts = self._parts(n_stages)
         ranks = None if engine.ranks is None else engine.ranks.stages
+        if ranks is not None and pregate_level(model):
+            raise ConfigError(
+                "pre-gates choose experts of later blocks, and their results are not sent to other "
+                'ranks; train them with a mesh without "stage", whose ranks have all stages'
+            )
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._stages = _own_stages(parts, *place)
         self.blocks = [part.blocks for part in parts]

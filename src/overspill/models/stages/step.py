@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from overspill.models.stages.activations import Parked, ParkedActivations
-from overspill.models.stages.blocks import StagedBlocks, entering
+from overspill.models.stages.blocks import Passing, StagedBlocks, entering
 from overspill.moe.engine import Engine
+from overspill.moe.pregate import Ahead
 from overspill.parallel.stage_link import StageLink
 from overspill.plan.order import StageVisit
 
@@ -71,6 +72,8 @@ class StagedPass:
     optimizer: Accumulates | None = None
     _passed: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
     """By the stage and the micro-batch that they come from."""
+    _ahead: dict[tuple[int, int], Ahead] = field(default_factory=dict)
+    """The form of the results of pre-gates among them."""
 
     def run(self, backward: bool) -> None:
         """The forward of all micro-batches, then their backward."""
@@ -105,7 +108,10 @@ class StagedPass:
 
     def _forward(self, stage: Stage, number: int, backward: bool) -> None:
         before = self._arrive(stage, number)
-        incoming = [self._enter(passed) for passed in before] if stage.number else None
+        incoming = None
+        if stage.number:
+            ahead = self._ahead.pop((stage.number - 1, number), [])
+            incoming = Passing([self._enter(passed) for passed in before], ahead)
         batch, activations = self.micro_batches[number], self.activations
         saving: AbstractContextManager[None] = nullcontext()
         if activations is not None and backward and not stage.is_last:  # it turns at once
@@ -140,15 +146,16 @@ class StagedPass:
 
         return entering(value, receive) if passed.needs_grad else value
 
-    def _leave(self, stage: Stage, number: int, result: Sequence[Tensor]) -> None:
+    def _leave(self, stage: Stage, number: int, result: Passing) -> None:
         passed = []
-        for tensor in result:
+        for tensor in result.tensors:
             end = get_gradient_edge(tensor) if tensor.requires_grad else None
             value = None if self.link else self._park(tensor.detach(), "pass on")
             passed.append(_Passed(_like(tensor), end, value, tensor.requires_grad))
         self._passed[stage.number, number] = passed
+        self._ahead[stage.number, number] = result.ahead
         if self.link is not None:
-            self.link.send(self.link.next, result)
+            self.link.send(self.link.next, result.tensors)
 
     # -- backward ---------------------------------------------------------------------------
 

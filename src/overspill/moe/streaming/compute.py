@@ -67,6 +67,7 @@ class StreamingCompute(ExpertCompute):
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
         self._announced: dict[int, Tensor] = {}  # rows of each expert, by layer
+        self._predicted: dict[int, tuple[Tensor, float]] = {}  # and for how many tokens one stands
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         store.watch_device(self._device_busy)
         # last: a failure after it would leave a thread
@@ -147,13 +148,27 @@ class StreamingCompute(ExpertCompute):
         waited for those of its own."""
         self._announced[layer] = self.dispatcher.start_count(layer, expert_ids_TK)
 
+    def wants_prediction(self, layer: int) -> bool:
+        """Whether a prediction of the next forward through a layer is worth its time."""
+        with self._store.lock:
+            return self.cursor.wants_prediction(layer)
+
+    def predict(self, layer: int, expert_ids_NK: Tensor, tokens_each: float) -> None:
+        """As `announce`, for experts that tokens will only likely have, each of which stands for
+        `tokens_each` tokens."""
+        counts_E = self.dispatcher.start_count(layer, expert_ids_NK)
+        self._predicted[layer] = counts_E, tokens_each
+
     def _follow_announced(self, first: bool) -> None:
         announced, self._announced = self._announced, {}
+        predicted, self._predicted = self._predicted, {}
         with self._store.lock:
             if first:  # what an earlier pass has announced is over: it may have failed
                 self.cursor.forget_announced()
             for layer, counts_E in announced.items():
                 self.cursor.announce(layer, counts_E.tolist())
+            for layer, (counts_E, tokens_each) in predicted.items():
+                self.cursor.predict(layer, [tokens_each * count for count in counts_E.tolist()])
 
     def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
         self._store.lifetime.check()

@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 
 from overspill.core.experts import Phase
+from overspill.plan.popularity import RowErrors
 
 _DECAY = 0.5
 """Weight of a pass relative to the one after it."""
@@ -13,42 +14,59 @@ class CountSource(enum.Enum):
     """Where expected counts come from."""
 
     HISTORY = "by history"
+    PREDICTION = "by prediction"
     ROUTING = "by routing"
 
 
 class ExpectedCounts:
-    """Before a forward the last passes tell what to expect, or pre-gates; backward has the
-    forward's routing."""
+    """Before a forward the last passes tell what to expect, or the popularity predictor where it
+    has lately been closer, or pre-gates; backward has the forward's routing."""
 
     def __init__(self, n_layers: int) -> None:
         self._routed: list[tuple[float, ...] | None] = [None] * n_layers
         self._history: list[tuple[float, ...] | None] = [None] * n_layers
         self._announced: list[tuple[float, ...] | None] = [None] * n_layers
+        self._predicted: list[tuple[float, ...] | None] = [None] * n_layers
+        self._errors = [RowErrors() for _ in range(n_layers)]
+        self._wanted = [True] * n_layers  # a prediction for the next forward
 
     def observe(self, layer: int, counts: Sequence[int]) -> None:
         """The routing of a forward."""
-        before = self._history[layer]
+        before, predicted = self._history[layer], self._predicted[layer]
+        if before is not None and predicted is not None:
+            self._errors[layer].note(counts, predicted, before)
+        self._wanted[layer] = self._errors[layer].wants_prediction()
         if before is None:
             self._history[layer] = tuple(map(float, counts))
         else:
             pairs = zip(before, counts, strict=True)
             self._history[layer] = tuple(_DECAY * old + (1 - _DECAY) * new for old, new in pairs)
         self._routed[layer] = tuple(counts)
-        self._announced[layer] = None
+        self._announced[layer] = self._predicted[layer] = None
 
     def announce(self, layer: int, counts: Sequence[int]) -> None:
         """A pre-gate has chosen the routing of the next forward."""
         self._announced[layer] = tuple(counts)
 
+    def wants_prediction(self, layer: int) -> bool:
+        """Whether a prediction for the next forward is worth its time."""
+        return self._wanted[layer]
+
+    def predict(self, layer: int, counts: Sequence[float]) -> None:
+        """The popularity predictor expects these counts in the next forward."""
+        self._predicted[layer] = tuple(counts)
+
     def forget_announced(self) -> None:
-        """That forward does not come."""
+        """The forward that was announced or predicted does not come."""
         self._announced = [None] * len(self._announced)
+        self._predicted = [None] * len(self._predicted)
 
     def exchange(self, layer: int, first: int, second: int) -> None:
         """The experts at two positions have exchanged places."""
         self._routed[layer] = _exchanged(self._routed[layer], first, second)
         self._history[layer] = _exchanged(self._history[layer], first, second)
         self._announced[layer] = _exchanged(self._announced[layer], first, second)
+        self._predicted[layer] = _exchanged(self._predicted[layer], first, second)
 
     def expected(
         self, layer: int, phase: Phase
@@ -58,6 +76,8 @@ class ExpectedCounts:
             return self._routed[layer], CountSource.ROUTING
         if self._announced[layer] is not None:
             return self._announced[layer], CountSource.ROUTING
+        if self._predicted[layer] is not None and self._errors[layer].prefers_prediction:
+            return self._predicted[layer], CountSource.PREDICTION
         return self._history[layer], CountSource.HISTORY
 
 

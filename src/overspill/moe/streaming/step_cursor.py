@@ -42,8 +42,16 @@ class StepCursor:
         """The token rows of each expert in the next forward through a layer."""
         self._counts_ahead.announce(layer, counts)
 
+    def wants_prediction(self, layer: int) -> bool:
+        """Whether a prediction of the next forward through a layer is worth its time."""
+        return self._counts_ahead.wants_prediction(layer)
+
+    def predict(self, layer: int, counts: Sequence[float]) -> None:
+        """The token rows of each expert that the popularity predictor expects there."""
+        self._counts_ahead.predict(layer, counts)
+
     def forget_announced(self) -> None:
-        """No routing is known before its forward."""
+        """Nothing is known of a forward that has not begun."""
         self._counts_ahead.forget_announced()
 
     def exchange(self, layer: int, first: int, second: int) -> None:

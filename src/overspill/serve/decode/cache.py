@@ -102,9 +102,9 @@ class ExpertCache:
                 self._extend(min(self._chunk, n_slots - self._n_slots))
 
     def _extend(self, count: int) -> None:
-        shape = count, self._engine.shape.numel
+        numel, dtype = self._engine.layout.stored
         with torch.inference_mode(False):
-            slab = torch.empty(shape, dtype=self._engine.dtype, device=self._engine.device)
+            slab = torch.empty(count, numel, dtype=dtype, device=self._engine.device)
         self._slabs.append(slab)
         self._free += range(self._n_slots, self._n_slots + count)
         self._n_slots += count

@@ -82,6 +82,9 @@ class Decode:
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         activation = self._placeholders[0].activation
         reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
+        if engine.layout.format is not None:
+            reason = "its kernel does not read packed experts"
+        self._no_cpu = reason
         fast = reason is None and self._rates.cpu >= self._rates.link
         learns = predictor == "learned"
         self._mode = new_mode(mode, self._level, migrate, fast, learns)
@@ -104,12 +107,17 @@ class Decode:
         self._n_learned = 0
         if learns and engine.n_layers > 1:
             # it may be trained with one
-            self._observer = engine.observer or new_observer(model, distances=(1,))
+            known = engine.popularity.observer
+            self._observer = known or new_observer(model, distances=(1,))
             self._n_learned = self._observer.predictor.learned_tokens
-            self._owns_observer = engine.observer is None
-            engine.observer = self._observer  # of prompts
+            self._owns_observer = known is None
+            engine.popularity.observer = self._observer  # of prompts
         # the model cannot be a graph
         self._refused = self._decoder is None and not can_step(model, self._placeholders)
+        unread = self._table.why_not_packed(activation)
+        if unread is not None:
+            self._refused = True
+            _log.info("%s: kernels do not read packed experts with %s", _MODULES, unread)
         if activation is not None and form_of(activation, engine.shape.gated) is None:
             _log.info("%s: kernels do not have the activation %s", _MODULES, activation.name)
         self._on_cpu = self._mode.on_cpu or engine.memory.uses_disk
@@ -250,6 +258,8 @@ class Decode:
 
     def _new_missing(self, first: ExpertPlaceholder, top_k: int, size: int) -> MissingExperts:
         engine, table = self._engine, self._table
+        if self._on_cpu and self._no_cpu is not None:
+            raise ConfigError(f"the CPU cannot compute them: {self._no_cpu}")
         if not self._on_cpu:
             every = engine.n_experts
             sizes = {min(every, top_k << n) for n in range(size.bit_length())}  # by batch
@@ -337,7 +347,7 @@ class Decode:
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # a step may wait for the CPU
         if self._observer is not None and self._owns_observer:
-            self._engine.observer = None
+            self._engine.popularity.observer = None
             if self._observer.predictor.learned_tokens != self._n_learned:
                 save_predictor(self._model, self._observer.predictor)
         self._graphs.clear()

@@ -51,7 +51,7 @@ class Migration:
         if key not in self._regions:
             with torch.inference_mode(False):  # it outlives it
                 self._regions[key] = new_region(
-                    n_slots, self._engine.n_experts, self._engine.shape.numel, self._table.base
+                    n_slots, self._engine.n_experts, self._engine.layout.stored[0], self._table.base
                 )
         return self._regions[key]
 

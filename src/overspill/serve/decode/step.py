@@ -147,7 +147,7 @@ class DecodeStep:
         request = None if missing is None else missing.request(layer, routed.missed_B)
         y = experts(
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
-            shape.bias, shape.transposed, request,
+            shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
         )  # fmt: skip
         parts = [y] if own.shared is None else [y, own.shared(x)]
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))

@@ -3,7 +3,10 @@
 import numpy as np
 import torch
 
+from overspill.compute.activation import Activation, Form, form_of
 from overspill.compute.decode.constants import ABSENT
+from overspill.compute.decode.packing import PackedRecords, packed_records, why_not_packed
+from overspill.compute.record_format import MixedFormat, RecordFormat
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask
 from overspill.serve.decode.staging import Staging
@@ -19,8 +22,15 @@ class ExpertTable:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         shape = engine.n_layers, engine.n_experts
-        self.base = torch.empty(8, dtype=engine.dtype, device=engine.device)
+        # aligned like records
+        self.base = torch.empty(64, dtype=engine.layout.stored[1], device=engine.device)
         """Offsets are relative to it, in elements."""
+        self._formats: list[RecordFormat] = []
+        """Of each layer, if experts are packed."""
+        if engine.layout.format is not None:
+            assert isinstance(engine.layout.format, RecordFormat | MixedFormat)
+            self._formats = [engine.layout.format.of_layer(n) for n in range(engine.n_layers)]
+        self._packed: dict[tuple[int, Form], PackedRecords] = {}
         self.offsets = torch.full(shape, ABSENT, device=engine.device)
         self.pinned = torch.full(shape, ABSENT, device=engine.device)
         """Where experts are in host memory, as the device finds them."""
@@ -34,6 +44,23 @@ class ExpertTable:
         """Which experts are on the device, by layer and id."""
         present: Mask = self._numbers != ABSENT
         return present
+
+    def why_not_packed(self, activation: Activation | None) -> str | None:
+        """Why kernels cannot read packed experts; None if they can, or need not."""
+        form = form_of(activation, self._engine.shape.gated)
+        if form is None:
+            return None
+        reasons = (why_not_packed(format, form) for format in self._formats)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def packed(self, layer: int, form: Form) -> PackedRecords | None:
+        """How kernels read the packed experts of a layer, which have this activation; None if
+        experts are plain."""
+        if not self._formats:
+            return None
+        if (layer, form) not in self._packed:
+            self._packed[layer, form] = packed_records(self._formats[layer], form, self.base)
+        return self._packed[layer, form]
 
     def set(self, layer: int, expert: int, address: int | None) -> None:
         self._numbers[layer, expert] = self._offset(address)

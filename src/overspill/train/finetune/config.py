@@ -8,7 +8,6 @@ from overspill.core.errors import ConfigError
 from overspill.train.finetune.scores import SCORES
 from overspill.train.sections import (
     BatchSection,
-    MemorySection,
     OptimSection,
     RunConfig,
     RunSection,
@@ -104,18 +103,6 @@ class FinetuneOptimSection(OptimSection):
 
 
 @dataclass(frozen=True)
-class FinetuneMemorySection(MemorySection):
-    """Memory and offload"""
-
-    stages: Count = 1
-    """Divide the model into so many pipeline stages. All micro-batches of --accumulate pass a stage
-    before the next one, so that each expert is uploaded once for all of them."""
-    stage_gpus: Count | None = None
-    """GPUs of --gpus that divide the stages, while the others divide the experts and the batch;
-    default: as many as possible."""
-
-
-@dataclass(frozen=True)
 class FinetuneRunSection(RunSection):
     """The run"""
 
@@ -141,7 +128,6 @@ class FinetuneConfig(RunConfig):
     model: FinetuneModelSection = field(default_factory=FinetuneModelSection)
     data: FinetuneDataSection = field(default_factory=FinetuneDataSection)
     optim: FinetuneOptimSection = field(default_factory=FinetuneOptimSection)
-    memory: FinetuneMemorySection = field(default_factory=FinetuneMemorySection)
     run: FinetuneRunSection = field(default_factory=FinetuneRunSection)
 
     def __post_init__(self) -> None:
@@ -162,19 +148,6 @@ class FinetuneConfig(RunConfig):
     def pregate_level(self) -> int:
         """The level of the pre-gates to train; 0 for none."""
         return 0
-
-    @property
-    def stages(self) -> int | None:
-        return self.memory.stages if self.memory.stages > 1 else None
-
-    def stage_ranks(self, node_size: int) -> int:
-        stages, asked = self.memory.stages, self.memory.stage_gpus
-        if asked is None:
-            most = min(stages, node_size)
-            return max(n for n in range(1, most + 1) if node_size % n == 0)
-        if node_size % asked:
-            raise ConfigError(f"--stage-gpus {asked} must divide the {node_size} GPUs of a node")
-        return asked
 
     @property
     def trains_experts(self) -> bool:
@@ -204,13 +177,6 @@ class FinetuneConfig(RunConfig):
         if self.memory.shard_dense and (model.lora is not None or self.pregate_level):
             what = "pre-gates" if self.pregate_level else "--lora"
             raise ConfigError(f"--shard-dense does not support {what}; drop it")
-        stages, stage_gpus = self.memory.stages, self.memory.stage_gpus
-        if stages > 1 and self.pregate_level:
-            raise ConfigError("--stages does not support pre-gates; drop it")
-        if stage_gpus is not None and stage_gpus > stages:
-            raise ConfigError(
-                f"--stage-gpus {stage_gpus} needs at least as many --stages, there are {stages}"
-            )
         if model.lora is None and (model.lora_alpha is not None or model.lora_targets is not None):
             raise ConfigError("--lora-alpha and --lora-targets need --lora RANK, such as --lora 16")
         if model.lora_experts and model.lora is None:

@@ -36,7 +36,7 @@ from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora
 from overspill.train.run_warnings import ModelSize
-from overspill.train.session import DTYPES, RunSpec
+from overspill.train.session import DTYPES, RunSpec, check_stages
 from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
@@ -73,7 +73,6 @@ class FinetuneSpec(RunSpec):
 
     @property
     def budgets(self) -> Budgets:
-        """In stages on a GPU, hidden states before each block wait in host memory."""
         budgets = super().budgets
         if self.config.model.fix_nllb_routing:
             settings = dataclasses.replace(budgets.settings, fix_nllb_routing=True)
@@ -81,14 +80,8 @@ class FinetuneSpec(RunSpec):
         if rank := self.config.expert_adapters_rank:
             reserved = self._expert_adapters_bytes(rank)
             budgets = dataclasses.replace(budgets, device_reserved=reserved)
-        if self.config.stages is None or self.device.type != "cuda":
-            return budgets
-        text, data = self.model_config.get_text_config(), self.config.data
-        tokens = -(-data.batch // self.team.parts) * self.seq_len
-        hidden = tokens * text.hidden_size * self.dtype.itemsize
-        own = -(-text.num_hidden_layers // self.team.n_stages) * data.accumulate
-        # torch's allocator of pinned memory gives out powers of two
-        return dataclasses.replace(budgets, host_reserved=own * (1 << (hidden - 1).bit_length()))
+        text = self.model_config.get_text_config()
+        return self.with_activations(budgets, text.hidden_size, text.num_hidden_layers)
 
     def _expert_adapters_bytes(self, rank: int) -> int:
         """Weights and gradients in float32, and both moments."""
@@ -164,8 +157,13 @@ def plan_finetuning(
     overrides = _override(config, model_config, say)
     if level:
         _check_level(level, folder, model_config)
-    if config.memory.stages > 1:
-        _check_stages(config.memory.stages, folder, model_config)
+    if config.stages is not None:
+        _check_stages(config.stages, model_config)
+        if (level or saved_level(folder) is not None) and team is not None and team.n_stages > 1:
+            raise ConfigError(
+                "--stages: the results of pre-gates are not sent to other GPUs, which would divide "
+                "the stages; give --stage-gpus 1"
+            )
     seq_len = choose_seq_len(config.data.seq_len, model_config)
     if config.model.balance and not hasattr(model_config, "output_router_logits"):
         raise ConfigError(
@@ -236,16 +234,9 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
     check_level(level, find_chains(meta_model(model_config)), asked=f"--level {level}")
 
 
-def _check_stages(count: int, folder: Path, model_config: Any) -> None:
+def _check_stages(count: int, model_config: Any) -> None:
     """Raises if the model cannot be divided into so many stages, before it is loaded."""
-    if saved_level(folder) is not None:
-        raise ConfigError(f"--stages: {folder} has pre-gates, which stages do not support; drop it")
-    blocks = find_blocks(meta_model(model_config))
-    if count > len(blocks):
-        raise ConfigError(
-            f"--stages {count}: a stage needs a block, and {model_config.model_type} has "
-            f"{len(blocks)} blocks; give 1 to {len(blocks)}"
-        )
+    check_stages(count, len(find_blocks(meta_model(model_config))), model_config.model_type)
 
 
 def load_tokenizer(

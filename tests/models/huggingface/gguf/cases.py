@@ -40,6 +40,7 @@ CASES = {
     "qwen2moe": Case("qwen2_moe", ("Q8_0", "Q8_0", "F16"), {"tie_word_embeddings": True}),
     "mixtral": Case("mixtral", ("IQ4_NL", "IQ4_NL", "Q4_0"), {"sliding_window": None}),
     "gpt-oss": Case("gpt_oss", ("MXFP4", "MXFP4", "MXFP4"), {"rope_parameters": YARN}),
+    "gpt-oss-q8": Case("gpt_oss", ("Q8_0", "Q8_0", "Q4_0"), {"rope_parameters": YARN}),
     "gpt-oss-mixed": Case("gpt_oss", ("Q8_0", "BF16", "Q4_0"), {"rope_parameters": YARN}),
     "deepseek-v2": Case(
         "deepseek_v2",
@@ -63,14 +64,17 @@ CASES = {
 }
 
 
-def make_case(case: Case, path: Path, **split: int) -> tuple[Family, Any]:
-    """Writes the file; returns the family, and the model with the values that are stored."""
+def make_case(
+    case: Case, path: Path, choose: Choose | None = None, **split: int
+) -> tuple[Family, Any]:
+    """Writes the file; returns the family, and the model with the values that are stored. `choose`
+    may give tensors other types than the case."""
     inner = "moe_intermediate_size" in tiny(case.model_type).to_dict()
     sizes = {"hidden_size": 64} | ({"moe_intermediate_size": 32} if inner else {})
     sizes |= {"intermediate_size": 64 if inner else 32}
     family = Family(case.model_type, lambda: tiny(case.model_type, **(sizes | case.config)))
     model: Any = make_model(family).eval()
-    write_gguf(model, path, _choose(case), case.fused, **split)
+    write_gguf(model, path, choose or _choose(case), case.fused, **split)
     return family, model
 
 
@@ -89,5 +93,5 @@ def _choose(case: Case) -> Choose:
 
 
 def load(path: Path, mode: str = "host", **more: Any) -> Any:
-    given = {"dtype": torch.float32, "train": False} | more
-    return overspill.load(path, **budgets(mode, path.parent / "spill"), **given)
+    given = budgets(mode, path.parent / "spill") | {"dtype": torch.float32, "train": False}
+    return overspill.load(path, **(given | more))

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import overspill
+from overspill.core.errors import ConfigError
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.packed.cases import CASES, Pair, Pairs
 from tests.models.huggingface.test_load import outputs
+from tests.serve.test_gpu import GREEDY, PROMPTS, fused
 
+__all__ = ["fused"]
 pytestmark = pytest.mark.gpu
 
 
@@ -33,3 +36,57 @@ def test_prompts_are_computed_as_with_unpacked_experts(name: str, pairs: Pairs) 
         engine.close()
     for logits in made[1:]:
         torch.testing.assert_close(logits, made[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "homes", "slots"),
+    [
+        *((name, "all", 0) for name in CASES),
+        ("mxfp4", "some", 3),
+        ("mxfp4", "none", 0),
+        ("fp8-block", "none", 3),
+        ("awq", "some", 0),
+        ("nvfp4", "none", 3),
+    ],
+)
+def test_tokens_are_those_of_unpacked_experts(
+    name: str, homes: str, slots: int, pairs: Pairs, fused: list[int]
+) -> None:
+    tokens = []
+    for packed in (True, False):
+        model = load(pairs[name], packed)
+        engine = model.overspill
+        count = {"all": engine.n_experts, "some": 1, "none": 0}[homes]
+        engine.set_homes([count] * engine.n_layers)
+        given = {"context": 64, "max_batch": 16, "slots": slots, "migrate": "copy"}
+        with overspill.LLM(model, **given) as llm:
+            alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+            together = [each.token_ids for each in llm.generate(PROMPTS, GREEDY)]
+            many = [each.token_ids for each in llm.generate(PROMPTS * 4, GREEDY)]
+        assert alone == together
+        assert many == alone * 4, "an expert of many tokens is read once"
+        tokens.append(alone)
+        engine.check_conserved()
+        engine.close()
+    assert tokens[0] == tokens[1]
+    if name in ("mxfp4", "fp8-block", "int4", "awq"):  # the others may be of other families
+        assert {1, 4, 16} <= set(fused)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp8-block", "awq"])
+def test_tokens_of_a_budget_are_those_of_unpacked_experts(name: str, pairs: Pairs) -> None:
+    """The usual way: a checkpoint is served within a budget."""
+    tokens = []
+    for packed in (True, False):
+        given = {"device": "cuda", "dtype": "float32", "context": 64, "max_batch": 16}
+        with overspill.LLM(pairs[name].packed, packed=packed, **given) as llm:
+            tokens.append([each.token_ids for each in llm.generate(PROMPTS, GREEDY)])
+    assert tokens[0] == tokens[1]
+
+
+def test_the_cpu_does_not_compute_packed_experts(pairs: Pairs) -> None:
+    model = load(pairs["mxfp4"], packed=True)
+    model.overspill.set_homes([0] * model.overspill.n_layers)
+    with pytest.raises(ConfigError, match=r"migrate='cpu' .* its kernel does not read packed"):
+        overspill.LLM(model, migrate="cpu")
+    model.overspill.close()

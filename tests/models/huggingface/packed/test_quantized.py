@@ -16,6 +16,9 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.packing import QUANTIZATIONS
 from tests.models.huggingface.families import make_batch, make_model, tiny
+from tests.models.huggingface.gguf.cases import CASES as CASES_OF_GGUF
+from tests.models.huggingface.gguf.cases import load as load_gguf
+from tests.models.huggingface.gguf.cases import make_case
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.packed.cases import Pairs, load
 from tests.models.huggingface.test_exactness import BY_NAME
@@ -142,6 +145,17 @@ def test_what_cannot_be_packed_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     broken.save_pretrained(tmp_path / "broken")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj has weights th"):
         overspill.load(tmp_path / "broken", **given)
+
+
+def test_only_experts_have_to_be_plain(tmp_path: Path) -> None:
+    """A GGUF file may hold experts in bf16, fp16 and fp32 beside packed dense weights."""
+    _, plain = make_case(CASES_OF_GGUF["olmoe"], tmp_path / "model.gguf")
+    round_experts(plain, "mxfp4")
+    model = load_gguf(tmp_path / "model.gguf", quantize="mxfp4")
+    state = model.state_dict()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(state[key], value), key
+    model.overspill.close()
 
 
 def test_answers_of_a_model_that_is_packed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overspill.compute.gguf_blocks import SCHEMES, take_apart
 from overspill.compute.packed_matrix import BadPart, PackedMatrix, Parts
+from overspill.compute.record_format import stored_parts
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.packing import Kind, Scheme
 from overspill.models.huggingface.gguf.header import FLOATS, StoredTensor
@@ -76,9 +77,9 @@ class GgufTensor(PackedTensor):
         kinds, rows = {source.stored.type for source in sources}, sum(s.rows for s in sources)
         columns, kind = sources[0].n_columns, next(iter(kinds))
         scheme = SCHEMES.get(kind, _BLOCKS) if len(kinds) == 1 else _BLOCKS
-        if transposed:
-            scheme = Scheme(Kind.MXFP4_STACK, (1, 32)) if scheme.kind is Kind.E2M1 else _BLOCKS
-        matrix = PackedMatrix(scheme, rows, columns)
+        if transposed and scheme.kind is Kind.E2M1:
+            scheme = Scheme(Kind.MXFP4_STACK, (1, 32))
+        matrix = PackedMatrix(scheme, rows, columns, transposed=transposed)
         fields = ("codes", "more codes")
         parts = dict(zip(fields, (source.stored.name for source in sources), strict=False))
         stacked = () if stack is None else (stack,)
@@ -87,6 +88,11 @@ class GgufTensor(PackedTensor):
     @property
     def matrix_shape(self) -> tuple[int, ...]:
         return self.plain_shape
+
+    @property
+    def kind(self) -> str:
+        kinds = sorted({source.stored.type for source in self.sources})
+        return f"type {' and '.join(kinds)}"
 
     @property
     def is_plain(self) -> bool:
@@ -105,12 +111,19 @@ class GgufTensor(PackedTensor):
 
     def parts_of(self, read: Callable[[str], Tensor]) -> Parts:
         """Those of gate and up of gpt-oss have their rows in turn."""
-        found = [take_apart(s.stored.type, read(s.stored.name)) for s in self.sources]
-        if self.matrix.scheme.kind is not Kind.MXFP4_STACK:
-            return found[0]
-        codes = torch.stack([parts.codes for parts in found], 1).flatten(0, 1)
-        scales = torch.stack([parts.scales for parts in found], 1).flatten(0, 1)
-        return Parts(codes.unflatten(1, (-1, 16)), scales)
+        found = [
+            stored_parts(take_apart(source.stored.type, read(source.stored.name)))
+            for source in self.sources
+        ]
+        joined = {
+            field: part
+            if len(found) == 1
+            else torch.stack([f[field] for f in found], 1).flatten(0, 1)
+            for field, part in found[0].items()
+        }
+        if self.matrix.scheme.kind is Kind.MXFP4_STACK:
+            joined["codes"] = joined["codes"].unflatten(1, (-1, 16))
+        return Parts(**joined)
 
     def _bad(self, error: BadPart) -> CheckpointError:
         return _bad(self.sources[0].stored, error.reason)
@@ -126,24 +139,28 @@ class GgufTensor(PackedTensor):
         step = max(1, _CHUNK // (each * source.n_columns))
         for begin in range(0, len(out), step):
             part = out[begin : begin + step]
-            values = self._dequantize(source.stored, stored[begin * each : (begin + step) * each])
-            part.copy_(values.view(part.shape))
+            self._dequantize(source.stored, stored[begin * each : (begin + step) * each], part)
 
-    def _dequantize(self, stored: StoredTensor, rows: Tensor) -> Tensor:
-        """Values of rows, in float32."""
+    def _dequantize(self, stored: StoredTensor, rows: Tensor, out: Tensor) -> None:
+        """Fills `out`, a view of as many weights as `rows` have."""
         if stored.type in FLOATS:
-            return rows.float()
+            out.copy_(rows.view(out.shape))
+            return
         if stored.type not in SCHEMES:
-            return self._with_gguf(stored, rows)
+            out.copy_(self._with_gguf(stored, rows).view(out.shape))
+            return
         parts = take_apart(stored.type, rows)
         matrix = PackedMatrix(SCHEMES[stored.type], len(rows), stored.shape[-1])
         try:
             matrix.check(parts)
         except BadPart as error:
             raise _bad(stored, error.reason) from error
-        values = torch.empty(matrix.shape)
+        if out.is_contiguous():
+            matrix.unpack(parts, out.view(matrix.shape))
+            return
+        values = torch.empty(matrix.shape, dtype=out.dtype)
         matrix.unpack(parts, values)
-        return values
+        out.copy_(values.view(out.shape))
 
     def _with_gguf(self, stored: StoredTensor, rows: Tensor) -> Tensor:
         """The types that only llama.cpp's own package unpacks."""

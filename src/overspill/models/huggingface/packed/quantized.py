@@ -1,17 +1,18 @@
 """Experts that are packed while a plain checkpoint is read."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from overspill.compute.packed_matrix import PackedMatrix
+from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.compute.quantize import BadWeight, quantize
 from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.packing import QUANTIZATIONS, Kind, Scheme
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
-from overspill.models.huggingface.folder import CheckpointFolder
-from overspill.models.huggingface.recipes import Recipes
+from overspill.models.huggingface.recipes import Recipes, Tensors
 from overspill.moe.state_dict import split_record
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,12 +31,8 @@ class QuantizedExperts:
 
     def __init__(self, recipes: Recipes, name: str) -> None:
         self._recipes = recipes
-        layer = recipes.layers[0]
-        check_plain(recipes.folder, f"quantize={name!r} (--quantize)")
-        self.format = quantized_format(recipes, layer, name)
-        for number, experts in enumerate(recipes.layers):
-            for index in range(experts.n_experts):
-                _dtypes(recipes, ExpertId(number, index))
+        check_plain(recipes.folder, recipes.keys, f"quantize={name!r} (--quantize)")
+        self.format = quantized_format(recipes, name)
 
     @property
     def buffer_bytes(self) -> int:
@@ -52,34 +49,40 @@ class QuantizedExperts:
             rows = tensors[piece.tensor][piece.begin : piece.begin + piece.rows]
             parts = {CODES: rows}
             if piece.matrix is not None:
-                parts = packed_parts(rows, piece.matrix, self._recipes.name(expert, piece.tensor))
-            for name, stored in piece.stored.items():
-                stored.of(record).copy_(parts[name])
+                name = self._recipes.name(expert, piece.tensor)
+                parts = stored_parts(quantize_matrix(rows, piece.matrix, name))
+            for field, stored in piece.stored.items():
+                stored.of(record).copy_(parts[field])
 
 
-def packed_parts(plain: Tensor, matrix: PackedMatrix, name: str) -> dict[str, Tensor]:
-    """The stored parts of a plain matrix in float32; errors call it `name`."""
+def quantize_matrix(plain: Tensor, matrix: PackedMatrix, name: str) -> Parts:
+    """The parts of a plain matrix in float32; errors call it `name`."""
     try:
-        return stored_parts(quantize(plain.T if matrix.is_transposed else plain, matrix.scheme))
+        return quantize(plain.T if matrix.is_transposed else plain, matrix.scheme)
     except BadWeight as error:
         raise CheckpointError(f"{name} {error}; it cannot be quantized") from error
 
 
-def check_plain(folder: CheckpointFolder, option: str) -> None:
-    """Raises if weights are packed already; `option` would pack them."""
-    if folder.packed:
-        name, packed = next(iter(folder.packed.items()))
-        raise ConfigError(
-            f"{option}: {folder.folder} is quantized already ({name}: {packed.matrix.scheme.kind});"
-            " leave it out, or give the checkpoint in bf16 that it was made from"
-        )
+def check_plain(folder: Tensors, names: Iterable[str], option: str) -> None:
+    """Raises if one of these tensors is packed already; `option` would pack them."""
+    for name in names:
+        packed = folder.packed.get(name)
+        if packed is not None and not packed.is_plain:
+            raise ConfigError(
+                f"{option}: {folder.folder} is quantized already ({name}: {packed.kind}); leave it "
+                "out, or give the checkpoint in bf16 that it was made from"
+            )
 
 
-def quantized_format(recipes: Recipes, layer: HuggingFaceExperts, name: str) -> RecordFormat:
+def quantized_format(recipes: Recipes, name: str) -> RecordFormat:
     """The records of experts that are packed. Gates and the matrices that they belong to are
-    packed apart, as checkpoints store them."""
+    packed apart, as checkpoints store them. Raises if some cannot be packed."""
+    for number, experts in enumerate(recipes.layers):
+        for index in range(experts.n_experts):
+            _check_dtypes(recipes, ExpertId(number, index))
+    layer = recipes.layers[0]
     scheme, shape, builder = QUANTIZATIONS[name], layer.shape, FormatBuilder(layer.shape)
-    dtypes = _dtypes(recipes, ExpertId(0, 0))
+    dtypes = recipes.dtypes(ExpertId(0, 0))
     for number, size in enumerate(shape.sizes):
         if len(size) == 1:  # a bias
             plain = torch.empty(size, dtype=dtypes[number], device="meta")
@@ -118,13 +121,10 @@ def _matrix(scheme: Scheme, size: tuple[int, ...], parts: int, transposed: bool)
     return PackedMatrix(scheme, size[1], size[0], transposed=True)
 
 
-def _dtypes(recipes: Recipes, expert: ExpertId) -> tuple[torch.dtype, ...]:
-    """The types of the tensors of an expert in the checkpoint."""
-    found = recipes.dtypes(expert)
-    for number, dtype in enumerate(found):
+def _check_dtypes(recipes: Recipes, expert: ExpertId) -> None:
+    for number, dtype in enumerate(recipes.dtypes(expert)):
         if dtype not in _PLAIN:
             raise ConfigError(
                 f"{recipes.name(expert, number)} is {str(dtype).removeprefix('torch.')} in "
                 f"{recipes.folder.folder}; only weights in bf16, fp16 and fp32 can be quantized"
             )
-    return found

@@ -4,37 +4,51 @@ import torch
 from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
+from overspill.compute.record_format import (
+    CODES,
+    FormatBuilder,
+    MixedFormat,
+    RecordFormat,
+    stored_parts,
+)
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
+from overspill.core.packing import Kind
+from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.recipes import Recipes
 
 _LEAVE_OUT = "load it without packed=True (--packed)"
 
 
 class PackedExperts:
-    """Reads experts as a checkpoint stores them. All of them must be packed in the same way, which
+    """Reads experts as a checkpoint stores them. All of a layer must be packed in the same way, as
     is checked before any memory is allocated."""
 
-    def __init__(self, recipes: Recipes) -> None:
-        self._recipes, self._folder = recipes, recipes.folder
-        layers = recipes.layers
-        first = ExpertId(0, 0)
-        self.format = self._format_of(first)
-        if not self.format.is_packed:
+    def __init__(self, recipes: Recipes, folder: CheckpointFolder) -> None:
+        self._recipes, self._folder = recipes, folder
+        formats = [self._format_of_layer(layer) for layer in range(len(recipes.layers))]
+        same = all(format == formats[0] for format in formats)
+        self.format: RecordFormat | MixedFormat = (
+            formats[0] if same else MixedFormat(tuple(formats))
+        )
+
+    def _format_of_layer(self, layer: int) -> RecordFormat:
+        first = ExpertId(layer, 0)
+        found = self._format_of(first)
+        if not found.is_packed:
             raise ConfigError(
-                f"{self._folder.folder} has no packed experts, so they cannot stay packed; "
-                f"{_LEAVE_OUT}"
+                f"{self._folder.folder} has no packed experts in layer {layer}, so they cannot "
+                f"stay packed; {_LEAVE_OUT}"
             )
-        for layer, experts in enumerate(layers):
-            for index in range(experts.n_experts):
-                other = ExpertId(layer, index)
-                if self._format_of(other) != self.format:
-                    names = [next(self._recipes.stored(expert))[1] for expert in (first, other)]
-                    raise ConfigError(
-                        f"{self._folder.folder} packs {names[1]} in another way than {names[0]}, "
-                        f"and records of experts must be the same; {_LEAVE_OUT}"
-                    )
+        for index in range(1, self._recipes.layers[layer].n_experts):
+            other = ExpertId(layer, index)
+            if self._format_of(other) != found:
+                names = [next(self._recipes.stored(expert))[1] for expert in (first, other)]
+                raise ConfigError(
+                    f"{self._folder.folder} packs {names[1]} in another way than {names[0]}, and "
+                    f"records of the experts of a layer must be the same; {_LEAVE_OUT}"
+                )
+        return found
 
     @property
     def buffer_bytes(self) -> int:
@@ -52,7 +66,8 @@ class PackedExperts:
     def fill(self, expert: ExpertId, record: Tensor) -> None:
         """Reads one expert into its record, and checks it."""
         sources = self._recipes.stored(expert)
-        for piece, (tensor, key, number) in zip(self.format.pieces, sources, strict=True):
+        pieces = self.format.of_layer(expert.layer).pieces
+        for piece, (tensor, key, number) in zip(pieces, sources, strict=True):
             _, stored = self._stored(expert, tensor, key, number, read=True)
             for name, part in stored.items():
                 piece.stored[name].of(record).copy_(part)
@@ -62,7 +77,12 @@ class PackedExperts:
     ) -> tuple[PackedMatrix | None, dict[str, Tensor]]:
         """What records have of a tensor of the checkpoint; without `read` without values."""
         packed = self._folder.packed.get(key)
-        if packed is not None:
+        if packed is not None and not packed.is_plain:
+            if packed.matrix.scheme.kind is Kind.BLOCKS:
+                raise ConfigError(
+                    f"{self._folder.folder}: {packed.parts[CODES]} has {packed.kind}, which cannot "
+                    f"stay packed; {_LEAVE_OUT}"
+                )
             matrix, parts = packed.matrix.by_rows(self._folder.read_parts(key, number, read))
             return matrix, stored_parts(parts)
         spec = self._folder.specs[key]

@@ -33,6 +33,11 @@ class PackedTensor:
         return self.matrix.shape
 
     @property
+    def kind(self) -> str:
+        """How values are packed, for messages."""
+        return str(self.matrix.scheme.kind)
+
+    @property
     def is_plain(self) -> bool:
         """Whether values are stored unpacked, only in another order."""
         return False
