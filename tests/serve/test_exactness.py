@@ -103,7 +103,7 @@ def test_a_prompt_in_parts_gives_the_tokens_of_the_whole(name: str, tmp_path: Pa
         assert tokens_of(llm, PROMPTS) == expected
 
 
-@pytest.mark.parametrize("name", slow_rows(["mixtral", "deepseek_v32", "jamba"], 0, 1))
+@pytest.mark.parametrize("name", slow_rows(["mixtral", "minimax", "jamba"], 0, 1))
 def test_requests_that_give_their_blocks_back_get_the_same_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

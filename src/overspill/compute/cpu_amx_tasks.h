@@ -8,9 +8,17 @@ namespace {
 
 #if HAVE_AMX
 
-using Avx512Bf16 = Avx512<uint16_t>;
+using Avx512Bf16 = Avx512WithBf16<uint16_t>;
 
-struct TileProducts : Avx512Bf16 {
+// The weights of some outputs, which are unpacked if they are packed.
+const uint16_t* rows_of_weights(const Group& group, const ExpertRows& own, int tensor,
+                                int64_t first, int64_t count) {
+    if (group.format) return unpacked_rows<uint16_t, Avx512Bf16>(group, own, tensor, first, count);
+    return tensor == W_IN ? w_in<uint16_t>(own) + first * group.d
+                          : w_out<uint16_t>(group, own) + first * group.h;
+}
+
+struct TileProducts : Avx512<uint16_t> {
     using Weight = uint16_t;
 
     static int64_t room_bytes() { return NN_ROOM_BYTES; }
@@ -46,10 +54,16 @@ TARGET_AMX void pack_task(const Group& group, const ExpertRows& own, int64_t ind
     std::memset(own.dy + (first + rows) * d, 0, (TILE - rows) * d * 2);
 }
 
-// Adds the biases of `count` outputs to c[output][row].
-TARGET_AMX void add_biases(const uint16_t* biases, int64_t count, int64_t rows, float* c) {
-    for (int64_t i = 0; i < count; ++i)
-        for (int64_t row = 0; row < rows; ++row) c[i * rows + row] += load(biases + i);
+// Adds the biases of `count` outputs, if there are any, to c[output][row].
+TARGET_AMX void add_biases(const Group& group, const ExpertRows& own, int tensor, int64_t first,
+                           int64_t count, int64_t rows, float* c) {
+    for (int64_t i = 0; group.bias && i < count; ++i) {
+        const int64_t at = first + i;
+        const float bias = group.format     ? packed_bias(group, own, tensor, at)
+                           : tensor == B_IN ? load(b_in<uint16_t>(group, own) + at)
+                                            : load(b_out<uint16_t>(group, own) + at);
+        for (int64_t row = 0; row < rows; ++row) c[i * rows + row] += bias;
+    }
 }
 
 // The activation of some hidden units, packed for the second nt.
@@ -60,10 +74,9 @@ TARGET_AMX void hidden_task_amx(const Group& group, const ExpertRows& own, int64
     float* c = reinterpret_cast<float*>(task_scratch.take(group.gates() * size * 4));
     for (int64_t gate = 0; gate < group.gates(); ++gate) {
         const int64_t first = gate * group.h + unit;
-        nt_tiles(w_in<uint16_t>(own) + first * k, count, k, own.x_tiles, rows / TILE,
-                 c + gate * size, rows, next);
-        if (group.bias)
-            add_biases(b_in<uint16_t>(group, own) + first, count, rows, c + gate * size);
+        nt_tiles(rows_of_weights(group, own, W_IN, first, count), count, k, own.x_tiles,
+                 rows / TILE, c + gate * size, rows, next);
+        add_biases(group, own, B_IN, first, count, rows, c + gate * size);
     }
     Avx512Bf16::activate(c, group.gated ? c + size : nullptr, size, group.function);
     for (int64_t row = 0; row < rows; row += TILE) {
@@ -83,8 +96,9 @@ TARGET_AMX void output_task_amx(const Group& group, const ExpertRows& own, int64
     const int64_t rows = own.padded_rows(), k = group.h, first = index * group.output_per_task;
     const int64_t count = least(group.output_per_task, group.d - first);
     float* c = reinterpret_cast<float*>(task_scratch.take(count * rows * 4));
-    nt_tiles(w_out<uint16_t>(group, own) + first * k, count, k, own.a, rows / TILE, c, rows, next);
-    if (group.bias) add_biases(b_out<uint16_t>(group, own) + first, count, rows, c);
+    nt_tiles(rows_of_weights(group, own, W_OUT, first, count), count, k, own.a, rows / TILE, c,
+             rows, next);
+    add_biases(group, own, B_OUT, first, count, rows, c);
     uint16_t* y = out_rows<uint16_t>(group, own) + first;
     for (int64_t row = 0; row < rows; row += TILE) {
         for (int64_t i = 0; i < count; i += TILE) {
@@ -98,7 +112,9 @@ TARGET_AMX void output_task_amx(const Group& group, const ExpertRows& own, int64
 
 void amx_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
               Prefetch& next) {
-    if (!own.packed) return vector_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
+    if (!own.tiled && group.format)
+        return packed_task<uint16_t, Avx512Bf16>(group, own, phase, index, next);
+    if (!own.tiled) return vector_task<uint16_t, Avx512<uint16_t>>(group, own, phase, index, next);
     const TileScope tiles;
     if (phase == PACK)
         pack_task(group, own, index);

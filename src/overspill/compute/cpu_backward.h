@@ -84,9 +84,9 @@ void backward_block(const Group& group, const ExpertRows& own, int64_t index, Pr
     const int64_t rows = own.padded_rows(), share = own.rows * d;
     const BlockArrays<T> arrays(rows, rows * most(BLOCK, d), Products::room_bytes());
     Prefetch out = output_weights(group, own, unit, count);
-    const T* dy = own.packed ? reinterpret_cast<const T*>(own.dy)
+    const T* dy = own.tiled ? reinterpret_cast<const T*>(own.dy)
                              : rows_of<T>(group.dy, group.dy_stride, own);
-    Products::nn(dy, own.packed ? d : group.dy_stride, rows, w_out<T>(group, own) + unit, group.h,
+    Products::nn(dy, own.tiled ? d : group.dy_stride, rows, w_out<T>(group, own) + unit, group.h,
                  d, count, arrays.da, BLOCK, false, arrays.room, &out, STEP);
     for (int64_t gate = 0; gate < group.gates(); ++gate) {
         float* hidden = gate ? arrays.up : arrays.h;

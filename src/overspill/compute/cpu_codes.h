@@ -36,7 +36,28 @@ struct E4m3Values {
 };
 const E4m3Values E4M3_VALUES;
 
+template <class N>
+INLINE N number_at(const char* from, int64_t index) {
+    N value;
+    std::memcpy(&value, from + index * int64_t(sizeof(N)), sizeof value);
+    return value;
+}
+
+// An element of an array of scales, factors or zero points.
+INLINE float number(int32_t type, const char* from, int64_t index) {
+    switch (type) {
+        case E8M0: return e8m0_value(number_at<uint8_t>(from, index));
+        case E4M3: return E4M3_VALUES.of[number_at<uint8_t>(from, index)];
+        case BF16: return from_bits(uint32_t(number_at<uint16_t>(from, index)) << 16);
+        case F16: return half_value(number_at<uint16_t>(from, index));
+        case I8: return number_at<int8_t>(from, index);
+        case I16: return number_at<int16_t>(from, index);
+    }
+    return number_at<float>(from, index);
+}
+
 struct GenericCodes {
+
     // to[i] = tables[i / group][code i], of which bf16 gets the upper half of the bits.
     template <class T>
     static void look_up(const uint8_t* codes, const float* tables, int64_t group, int64_t count,
@@ -47,6 +68,11 @@ struct GenericCodes {
 
     static void decode_e4m3(const uint8_t* codes, int64_t count, float* to) {
         for (int64_t i = 0; i < count; ++i) to[i] = E4M3_VALUES.of[codes[i]];
+    }
+
+    static void decode_halves(const uint8_t* from, int64_t count, float* to) {
+        const char* bytes = reinterpret_cast<const char*>(from);
+        for (int64_t i = 0; i < count; ++i) to[i] = half_value(number_at<uint16_t>(bytes, i));
     }
 };
 
@@ -125,9 +151,22 @@ struct Avx2Codes {
         }
         GenericCodes::decode_e4m3(codes + i, count - i, to + i);
     }
+
+    TARGET_AVX2 static void decode_halves(const uint8_t* from, int64_t count, float* to) {
+        int64_t i = 0;
+        for (; i + 8 <= count; i += 8) {
+            const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * i));
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(half));
+        }
+        GenericCodes::decode_halves(from + 2 * i, count - i, to + i);
+    }
 };
 
 struct Avx512Codes {
+    static void decode_halves(const uint8_t* from, int64_t count, float* to) {
+        Avx2Codes::decode_halves(from, count, to);
+    }
+
     TARGET_AVX512 INLINE __m512 find(__m512 table, const uint8_t* codes) {
         const __m512i words = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
         const __m512i shifts = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8,
@@ -199,6 +238,21 @@ inline void transpose_block(const float* from, int64_t from_stride, float* to, i
 #endif  // HAVE_X86
 
 // The loops that compilers vectorize themselves.
+
+// Numbers of some types as float32.
+INLINE void read_numbers_body(int32_t type, const char* from, int64_t first, int64_t count,
+                              float* __restrict to) {
+    if (type == E8M0) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i)
+            to[i] = e8m0_value(number_at<uint8_t>(from, first + i));
+    } else if (type == BF16) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) to[i] = number(BF16, from, first + i);
+    } else {
+        for (int64_t i = 0; i < count; ++i) to[i] = number(type, from, first + i);
+    }
+}
 
 // tables[i][code] = (values[code] - zeros[i]) * scales[i], rounded to T.
 template <class T>

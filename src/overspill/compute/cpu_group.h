@@ -3,7 +3,7 @@
 
 #include <cstdlib>
 
-#include "cpu_isa.h"
+#include "cpu_format.h"
 
 namespace {
 
@@ -109,32 +109,40 @@ struct GroupArgs {
     void* const* gradients;
     const int64_t* added;
     float* const* squares;
+    const PackedExpert* format;  // of packed records, forward only; null: records are plain
 };
 
 // One expert with its token rows, and its arrays in the scratch memory of the group.
 struct ExpertRows {
     const void* record;
     int64_t start, rows;
-    bool packed;                     // computed with AMX tiles
+    bool tiled;                      // computed with AMX tiles
+    bool fused = false;              // its packed weights are read as they are, not unpacked
     void* gradient = nullptr;        // of its weights; null: none is made
     bool added = false;              // to what `gradient` holds
     float* square = nullptr;         // where the sum of squares of the gradient goes
     double* square_shares = nullptr; // [HIDDEN tasks + OUTPUT tasks] of backward: parts of it
-    char* x_tiles = nullptr;         // AMX: x, packed for nt
-    char* a = nullptr;               // forward: the activation; AMX: packed for nt
+    char* x_tiles = nullptr;         // AMX: x, packed for nt; fused: ordered token rows
+    char* a = nullptr;               // forward: the activation; AMX and fused: as x_tiles
     uint16_t* dy = nullptr;          // AMX: dy, padded
     char* dh = nullptr;              // dh of all blocks, unless the blocks write shares of dx
     float* dx_shares = nullptr;      // [blocks, R, D]
     float* weight_shares = nullptr;  // [blocks, R]: of the gradient of the routing weights
 
-    int64_t padded_rows() const { return packed ? padded(rows, TILE) : rows; }
+    int64_t padded_rows() const { return tiled ? padded(rows, TILE) : rows; }
 };
 
 struct Group : GroupArgs {
     int64_t weight_bytes = 0;                          // of one weight
     int64_t hidden_per_task = 0, output_per_task = 0;  // weight rows of a forward task
+    bool ordered[2] = {false, false};  // W_IN, W_OUT: fused kernels read their codes
 
     int64_t gates() const { return gated ? 2 : 1; }
+    // Of the weights of an output.
+    int64_t row_bytes(int tensor) const {
+        if (format) return format->piece_of(tensor, 0).matrix.row_bytes();
+        return (tensor == W_IN ? d : h) * weight_bytes;
+    }
     bool clamped() const { return function == CLAMPED; }
     int64_t blocks() const { return pieces(h, BLOCK); }
     int64_t square_shares() const { return blocks() + pieces(d, BLOCK); }
@@ -171,14 +179,14 @@ INLINE T* out_rows(const Group& group, const ExpertRows& own) {
 
 // The phases of an expert. Each one needs all tasks of the one before.
 enum Phase {
-    PACK,    // AMX only: packs 16 token rows
+    PACK,    // AMX: packs 16 token rows; fused: orders one
     HIDDEN,  // forward: some hidden units; backward: a block of hidden units
     OUTPUT,  // forward: some columns of y; backward: some columns of dx
 };
 constexpr int PHASES = 3;
 
 int64_t task_count(const Group& group, const ExpertRows& own, int phase) {
-    if (phase == PACK) return own.packed ? pieces(own.rows, TILE) : 0;
+    if (phase == PACK) return own.fused ? own.rows : own.tiled ? pieces(own.rows, TILE) : 0;
     if (group.backward) return phase == HIDDEN ? group.blocks() : pieces(group.d, BLOCK);
     return phase == HIDDEN ? pieces(group.h, group.hidden_per_task)
                            : pieces(group.d, group.output_per_task);
@@ -197,9 +205,24 @@ Prefetch column_weights(const Group& group, const ExpertRows& own, int phase, in
                     least(hidden ? group.d : group.h, MAX_PREFETCH / (count * step)));
 }
 
+// The codes that a task reads first.
+Prefetch packed_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
+    const bool hidden = phase == HIDDEN;
+    const int tensor = hidden ? W_IN : W_OUT;
+    const int64_t each = hidden && group.clamped() ? 2 : 1;
+    const int64_t size = hidden ? group.hidden_per_task : group.output_per_task;
+    const int64_t first = index * size, count = least(size, (hidden ? group.h : group.d) - first);
+    const char* begin = group.format->row(own.record, tensor, each * first);
+    const bool apart = hidden && group.gated && each == 1;  // up is elsewhere
+    const char* other = apart ? group.format->row(own.record, tensor, group.h + first) : begin;
+    return Prefetch(begin, other - begin, least(each * count * group.row_bytes(tensor),
+                                                MAX_PREFETCH / (apart ? 2 : 1)), apart ? 2 : 1);
+}
+
 // The contiguous weights that a task reads first.
 Prefetch first_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
     if (phase == PACK || (group.backward && phase == OUTPUT)) return Prefetch();
+    if (group.format) return packed_weights(group, own, phase, index);
     if (group.transposed) return column_weights(group, own, phase, index);
     if (phase == HIDDEN) {
         const int64_t size = group.backward ? BLOCK : group.hidden_per_task, unit = index * size;

@@ -17,12 +17,16 @@
 #define WIDE_VECTORS ",prefer-vector-width=512"
 #endif
 #define TARGET_AVX512 __attribute__((target(AVX512_FEATURES WIDE_VECTORS)))
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define HAVE_BF16 1
+#define TARGET_BF16 __attribute__((target(AVX512_FEATURES ",avx512bf16" WIDE_VECTORS)))
+#endif
 #endif
 
 namespace {
 
-enum Isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AMX = 3 };
-constexpr const char* ISA_NAMES[] = {"generic", "avx2", "avx512", "amx"};
+enum Isa { GENERIC = 0, AVX2 = 1, AVX512 = 2, AVX512_BF16 = 3, AMX = 4 };
+constexpr const char* ISA_NAMES[] = {"generic", "avx2", "avx512", "avx512bf16", "amx"};
 
 #if HAVE_X86
 // Not all compilers know the name of this feature.
@@ -32,7 +36,7 @@ inline bool has_f16c() {
 }
 #endif
 
-// Chosen at run time: the compiled library may be shared between machines.
+// Chosen at run time: the compiled library may be shared between machines. At most AVX512.
 inline Isa best_vector_isa() {
 #if HAVE_X86
     if (!has_f16c()) return GENERIC;

@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from overspill.compute.activation import Activation, Form, Function, form_of
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
 
-ISA_NAMES = ("generic", "avx2", "avx512", "amx")  # in the order of cpu_isa.h
+ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
 _BEST_ISA = -1
 
 # Token rows of an expert up to which the kernel pays: (forward, backward). Measured against torch
@@ -31,13 +31,25 @@ _BEST_ISA = -1
 # any number of rows; there the scratch memory sets the limit. Constants, because results must not
 # depend on timing.
 _MAX_ROWS = {  # in the order of ISA_NAMES
-    torch.bfloat16: ((512, 512), (512, 512), (64, 32), (256, 512)),
-    torch.float32: ((16, 16), (8, 8), (16, 16), (16, 16)),
+    torch.bfloat16: ((512, 512), (512, 512), (64, 32), (64, 32), (256, 512)),
+    torch.float32: ((16, 16), (8, 8), (16, 16), (16, 16), (16, 16)),
 }
 
 
+class PackedRecords(Protocol):
+    """The layout of records of packed weights."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def native(self) -> ctypes.Structure | None:
+        """The same for the library; None if its kernels cannot read it."""
+
+
 class ExpertRows(NamedTuple):
-    """One expert of a group: its flat record in host memory and its token rows [start, stop)."""
+    """One expert of a group: its flat record in host memory, bytes if it is packed, and its token
+    rows [start, stop)."""
 
     record: Tensor
     start: int
@@ -72,16 +84,22 @@ def cpu_isa() -> str | None:
 
 
 def why_unsupported(
-    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None, decoding: bool = False
+    dtype: torch.dtype,
+    shape: ExpertShape,
+    activation: Activation | None,
+    decoding: bool = False,
+    formats: Sequence[PackedRecords] = (),
 ) -> str | None:
     """Why the kernel does not compute such experts; None if it does. In a decoding step it computes
-    more of them: `MissRunner`."""
+    more of them: `MissRunner`. `formats` are those of packed records."""
     if cpu_library() is None:
         return "no C++ compiler"
     form = form_of(activation, shape.gated)
     reasons = [] if dtype in _MAX_ROWS else [str(dtype)]
     if shape.transposed and not decoding:
         reasons.append("transposed weights")
+    if any(format.native is None for format in formats):
+        reasons.append("records that are packed in a way that it does not read")
     if form is None or (form.function is Function.CLAMPED and not decoding):
         assert activation is not None
         others = " or that of GPT-OSS" if decoding else ""
@@ -103,12 +121,13 @@ def kernel_forward(
     threads: int,
     isa: str | None = None,
     form: Form | None = None,
+    format: PackedRecords | None = None,
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
     Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best; `form` as in `group_args`."""
-    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form)
+    of the best; `form` and `format` as in `group_args`."""
+    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form, format=format)
     loaded_library().overspill_compute(args)
 
 
@@ -158,6 +177,7 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "function")),
         *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("gradients", "added", "squares")),
+        ("format", ctypes.c_void_p),
     )
 
 
@@ -171,15 +191,17 @@ def group_args(
     backward: BackwardRows | None = None,
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
+    format: PackedRecords | None = None,
 ) -> GroupArgs:
     """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
-    the activation; by default the usual one."""
+    the activation; by default the usual one. `format` is that of packed records."""
     form = form or Form.usual(shape.gated)
     clamped = form.function is Function.CLAMPED
     assert threads >= 1
     assert shape.gated == form.gated
     assert shape.gated or not clamped
-    assert backward is None or not (shape.transposed or clamped)
+    assert backward is None or not (shape.transposed or clamped or format is not None)
+    assert format is None or format.native is not None
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
     for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
@@ -187,10 +209,10 @@ def group_args(
         assert rows.shape == (x_RD.shape[0], shape.d_model)
         assert rows.stride(1) == 1 or shape.d_model == 1
     for record, start, stop in experts:
-        assert record.dtype == x_RD.dtype
+        assert record.dtype == (x_RD.dtype if format is None else torch.uint8)
         assert record.device.type == "cpu"
         assert record.is_contiguous()
-        assert record.numel() >= shape.numel
+        assert record.numel() >= (shape.numel if format is None else format.nbytes)
         assert 0 <= start <= stop <= x_RD.shape[0]
     numbers = ctypes.c_int64 * len(experts)
     args = GroupArgs(
@@ -206,11 +228,12 @@ def group_args(
         h=shape.d_hidden,
         gated=shape.gated,
         bias=shape.bias,
-        transposed=shape.transposed,
+        transposed=shape.transposed and format is None,
         function=int(form.function),
         bf16=x_RD.dtype == torch.bfloat16,
         threads=threads,
         isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),
+        format=None if format is None else ctypes.addressof(_native(format)),
     )
     if backward is not None:
         for weight_R in (backward.row_weight_R, backward.drow_weight_R):
@@ -235,6 +258,17 @@ def group_args(
         args.added = numbers(*(gradient.is_added for gradient in gradients))
         args.squares = numbers(*(gradient.square.data_ptr() for gradient in gradients))
     return args
+
+
+def native_formats(formats: Sequence[PackedRecords]) -> "ctypes.Array[ctypes.c_void_p] | None":
+    """The addresses of the descriptions of records, valid as long as the formats; None for none."""
+    addresses = [ctypes.addressof(_native(format)) for format in formats]
+    return (ctypes.c_void_p * len(addresses))(*addresses) if addresses else None
+
+
+def _native(format: PackedRecords) -> ctypes.Structure:
+    assert format.native is not None
+    return format.native
 
 
 def loaded_library() -> ctypes.CDLL:
@@ -265,7 +299,7 @@ def cpu_library() -> ctypes.CDLL | None:
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),
         "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
-        "misses_new": (pointer, [args, pointer, pointer, pointer, pointer]),
+        "misses_new": (pointer, [args, *[pointer] * 5]),
         "misses_close": (None, [pointer]),
         "misses_free": (None, [pointer]),
         "misses_set_records": (None, [pointer, ctypes.c_int64, pointer]),

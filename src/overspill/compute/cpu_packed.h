@@ -1,66 +1,11 @@
-// Packed matrices: codes of 4 or 8 bits with scales, and their values as float32 or bf16.
-//
-// A value is (code - zero) * scale, where the product is rounded once; for bf16 the nearest of it.
-// The scale may be multiplied or divided by a factor before. All of this is exact for finite scales,
-// if the thread does not flush denormals.
+// Values of packed matrices as float32 or bf16, exact for finite scales if the thread does not flush
+// denormals.
 #pragma once
 
 #include "cpu_codes.h"
 #include "cpu_thread_pool.h"
 
 namespace {
-
-// What codes are: two codes in a byte, the low four bits first, or one.
-enum CodeType : int32_t { NIBBLES = 0, E4M3_CODES = 1, INT8_CODES = 2, UINT8_CODES = 3 };
-
-// Types of scales and factors, and of zero points.
-enum NumberType : int32_t {
-    E8M0 = 0,
-    E4M3 = 1,
-    BF16 = 2,
-    F16 = 3,
-    F32 = 4,
-    I8 = 5,
-    I16 = 6,
-};
-
-// Mirrored by `PackedArgs` in packed_kernel.py. Parts are given by their first byte in a record, -1
-// where there is none.
-struct PackedMatrix {
-    int64_t rows, columns;       // the sum runs over columns
-    int64_t row_block, group;    // rows and columns that share a scale
-    int64_t codes, scales, zeros, factor;
-    int32_t code_type, scale_type, zero_type, factor_type;
-    int32_t divides;             // scales by the factor
-    float unit;                  // of `values`: they are -128 to 127 times it
-    float values[16];            // of codes of four bits
-
-    int64_t groups() const { return pieces(columns, group); }
-    int64_t row_bytes() const { return code_type == NIBBLES ? columns / 2 : columns; }
-    const uint8_t* codes_of(const char* record, int64_t row) const {
-        return reinterpret_cast<const uint8_t*>(record) + codes + row * row_bytes();
-    }
-};
-
-template <class N>
-INLINE N number_at(const char* from, int64_t index) {
-    N value;
-    std::memcpy(&value, from + index * int64_t(sizeof(N)), sizeof value);
-    return value;
-}
-
-// An element of an array of scales, factors or zero points.
-INLINE float number(int32_t type, const char* from, int64_t index) {
-    switch (type) {
-        case E8M0: return e8m0_value(number_at<uint8_t>(from, index));
-        case E4M3: return E4M3_VALUES.of[number_at<uint8_t>(from, index)];
-        case BF16: return from_bits(uint32_t(number_at<uint16_t>(from, index)) << 16);
-        case F16: return half_value(number_at<uint16_t>(from, index));
-        case I8: return number_at<int8_t>(from, index);
-        case I16: return number_at<int16_t>(from, index);
-    }
-    return number_at<float>(from, index);
-}
 
 // Columns of a row: whole groups, an even number of codes before them.
 struct Columns {
@@ -74,29 +19,32 @@ struct Columns {
           groups(pieces(count, matrix.group)) {}
 };
 
-// The scales of some groups of a row, with the factor.
-INLINE void row_scales(const PackedMatrix& matrix, const char* record, int64_t row,
-                       const Columns& columns, float* to) {
+template <class Isa>
+void read_row(int32_t type, const char* from, int64_t first, int64_t count, float* to) {
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(from);
+    if (type == E4M3) return Isa::Codes::decode_e4m3(bytes + first, count, to);
+    if (type == F16) return Isa::Codes::decode_halves(bytes + 2 * first, count, to);
+    Isa::read_numbers(type, from, first, count, to);
+}
+
+// The scales of some groups of a row, without the factor.
+template <class Isa>
+void row_scales(const PackedMatrix& matrix, const char* record, int64_t row, const Columns& columns,
+                float* to) {
     const int64_t first = row / matrix.row_block * matrix.groups() + columns.group;
-    const int64_t count = columns.groups;
-    const char* from = record + matrix.scales;
-    if (matrix.scale_type == E8M0)
-        for (int64_t i = 0; i < count; ++i) to[i] = number(E8M0, from, first + i);
-    else if (matrix.scale_type == BF16)
-        for (int64_t i = 0; i < count; ++i) to[i] = number(BF16, from, first + i);
-    else
-        for (int64_t i = 0; i < count; ++i) to[i] = number(matrix.scale_type, from, first + i);
-    if (matrix.factor < 0) return;
-    const float factor = number(matrix.factor_type, record + matrix.factor, 0);
-    for (int64_t i = 0; i < count; ++i) to[i] = matrix.divides ? to[i] / factor : to[i] * factor;
+    read_row<Isa>(matrix.scale_type, record + matrix.scales, first, columns.groups, to);
 }
 
 // Their zero points.
-INLINE void row_zeros(const PackedMatrix& matrix, const char* record, int64_t row,
-                      const Columns& columns, float* to) {
+template <class Isa>
+void row_zeros(const PackedMatrix& matrix, const char* record, int64_t row, const Columns& columns,
+               float* to) {
     const int64_t first = row / matrix.row_block * matrix.groups() + columns.group;
-    for (int64_t i = 0; i < columns.groups; ++i)
-        to[i] = number(matrix.zero_type, record + matrix.zeros, first + i);
+    read_row<Isa>(matrix.zero_type, record + matrix.zeros, first, columns.groups, to);
+}
+
+INLINE float factor_of(const PackedMatrix& matrix, const char* record) {
+    return number(matrix.factor_type, record + matrix.factor, 0);
 }
 
 // Memory for the numbers of a row.
@@ -123,8 +71,13 @@ void unpack_row(const PackedMatrix& matrix, const char* record, int64_t row, con
                 const RowRoom& room, T* to) {
     const int64_t count = columns.count;
     const uint8_t* codes = matrix.codes_of(record, row);
-    row_scales(matrix, record, row, columns, room.scales);
-    if (matrix.zeros >= 0) row_zeros(matrix, record, row, columns, room.zeros);
+    row_scales<Isa>(matrix, record, row, columns, room.scales);
+    if (matrix.factor >= 0) {
+        const float factor = factor_of(matrix, record);
+        for (int64_t i = 0; i < columns.groups; ++i)
+            room.scales[i] = matrix.divides ? room.scales[i] / factor : room.scales[i] * factor;
+    }
+    if (matrix.zeros >= 0) row_zeros<Isa>(matrix, record, row, columns, room.zeros);
     if (matrix.code_type == NIBBLES) {
         codes += columns.first / 2;
         if (matrix.group % 16 == 0) {

@@ -25,12 +25,13 @@ constexpr int DONE = 0, TIMED_OUT = -1, CLOSED = -2;
 // Assigns an expert its arrays, beginning at `at`, and advances `at`.
 void assign_scratch(const Group& group, ExpertRows& own, char*& at) {
     const int64_t rows = own.padded_rows(), hidden_bytes = rows * group.h * group.weight_bytes;
-    if (own.packed) own.x_tiles = cut_array<char>(at, rows * group.d * 2);
+    if (own.tiled) own.x_tiles = cut_array<char>(at, rows * group.d * 2);
+    if (own.fused) own.x_tiles = cut_array<char>(at, rows * ordered_bytes(group.d));
     if (!group.backward) {
-        own.a = cut_array<char>(at, hidden_bytes);
+        own.a = cut_array<char>(at, own.fused ? rows * ordered_bytes(group.h) : hidden_bytes);
         return;
     }
-    if (own.packed) own.dy = cut_array<uint16_t>(at, rows * group.d);
+    if (own.tiled) own.dy = cut_array<uint16_t>(at, rows * group.d);
     own.weight_shares = cut_array<float>(at, group.blocks() * own.rows);
     if (group.shares_dx(own))
         own.dx_shares = cut_array<float>(at, group.blocks() * own.rows * group.d);
@@ -45,7 +46,7 @@ int64_t task_height(const Request& request, int64_t height, int64_t row_bytes, i
     int64_t rows = 0, streams = STREAMS;
     for (const ExpertRows& own : request.experts) {
         rows = most(rows, own.rows);
-        if (own.packed) streams = TILE;
+        if (own.tiled) streams = TILE;
     }
     const int64_t wanted = rows > MANY_ROWS  ? MAX_TASK_TILES * TILE
                            : rows > FEW_ROWS ? 2 * TILE

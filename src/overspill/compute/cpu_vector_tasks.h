@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu_backward.h"
-#include "cpu_vectors.h"
+#include "cpu_packed_tasks.h"
 
 namespace {
 
@@ -38,6 +38,21 @@ void product(bool transposed, const T* weights, int64_t outputs, int64_t k, int6
     Isa::nn(x, x_stride, rows, weights + first, outputs, k, count, c, count, false, none, true);
 }
 
+// Stores the activation of some hidden units, c[unit][row], for `packed_product`.
+template <class T, class Isa>
+void store_ordered(const Group& group, const ExpertRows& own, int64_t first, int64_t count,
+                   const float* c, int64_t next_unit) {
+    if constexpr (Isa::Codes::FUSED) {
+        const PackedMatrix& matrix = group.format->piece_of(W_OUT, 0).matrix;
+        alignas(64) float numbers[MAX_COLUMNS];
+        for (int64_t row = 0; row < own.rows; ++row) {
+            for (int64_t i = 0; i < count; ++i) numbers[i] = c[i * next_unit + row];
+            order_numbers<float, typename Isa::Codes>(
+                matrix, numbers, first, count, own.a + row * ordered_bytes(group.h));
+        }
+    }
+}
+
 // Some hidden units (into the activation, [R, H]), or some columns of y.
 template <class T, class Isa>
 void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t index) {
@@ -63,9 +78,20 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t output = part * group.h + step * first;
         float* const sums = c + part * part_size;
-        product<T, Isa>(group.transposed, weights, outputs, k, output, width, x, x_stride, rows,
-                        sums);
+        if (group.format)
+            packed_product<T, Isa>(group, own, hidden ? W_IN : W_OUT, output, width, x, x_stride,
+                                   sums);
+        else
+            product<T, Isa>(group.transposed, weights, outputs, k, output, width, x, x_stride,
+                            rows, sums);
         if (!group.bias) continue;
+        if (group.format) {
+            for (int64_t i = 0; i < width; ++i) {
+                const float bias = packed_bias(group, own, hidden ? B_IN : B_OUT, output + i);
+                for (int64_t row = 0; row < rows; ++row) sums[i * rows + row] += bias;
+            }
+            continue;
+        }
         const T* const bias = (hidden ? b_in<T>(group, own) : b_out<T>(group, own)) + output;
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t i = 0; i < width; ++i)
@@ -75,9 +101,18 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
         Isa::activate_clamped(c, next_output, count * rows);
     else if (hidden)
         Isa::activate(c, parts == 2 ? c + part_size : nullptr, part_size, group.function);
+    if (hidden && own.fused && group.ordered[W_OUT])
+        return store_ordered<T, Isa>(group, own, first, count, c, step * next_output);
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i)
             store(to + row * stride + i, c[i * step * next_output + row * next_row]);
+}
+
+// Tasks of experts with packed weights.
+template <class T, class Isa>
+void packed_task(const Group& group, const ExpertRows& own, int phase, int64_t index, Prefetch&) {
+    phase == PACK ? order_task<T, Isa>(group, own, index)
+                  : forward_task<T, Isa>(group, own, phase, index);
 }
 
 template <class T, class Isa>

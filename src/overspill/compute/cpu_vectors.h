@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "cpu_codes.h"
+#include "cpu_dots.h"
 
 namespace {
 
@@ -280,7 +280,7 @@ INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, in
 #define DEFINE_ISA(NAME, TARGET, LANES)                                         \
     template <class T>                                                          \
     struct NAME {                                                               \
-        using Codes = NAME##Codes;                                              \
+        using Codes = NAME##Dots;                                               \
         FOR_ISA(nt, TARGET, (nt_body<T, LANES>))                                \
         FOR_ISA(nn, TARGET, (nn_body<T, LANES>))                                \
         FOR_ISA(tn, TARGET, (tn_body<T, LANES>))                                \
@@ -296,12 +296,20 @@ INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, in
         FOR_ISA(scale_tables, TARGET, scale_tables_body<T>)                     \
         FOR_ISA(scale_groups, TARGET, scale_groups_body<T>)                     \
         FOR_ISA(read_integers, TARGET, read_integers_body)                      \
+        FOR_ISA(read_numbers, TARGET, read_numbers_body)                        \
     };
 
 DEFINE_ISA(Generic, , 4)
 #if HAVE_X86
 DEFINE_ISA(Avx2, TARGET_AVX2, 8)
 DEFINE_ISA(Avx512, TARGET_AVX512, 16)
+#endif
+#if HAVE_BF16
+// Packed weights of four bits with token rows in bf16; everything else is as without.
+template <class T>
+struct Avx512WithBf16 : Avx512<T> {
+    using Codes = Bf16Dots;
+};
 #endif
 
 }  // namespace

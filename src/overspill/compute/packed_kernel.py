@@ -12,7 +12,7 @@ from overspill.compute.cpu_kernel import ISA_NAMES, cpu_library
 from overspill.compute.formats import E2M1, IQ4_NL
 from overspill.core.packing import Kind, Scheme
 
-# as in cpu_packed.h
+# as in cpu_format.h
 _NIBBLES, _E4M3, _INT8, _UINT8 = range(4)
 _NUMBERS = {
     torch.uint8: 0,  # E8M0
@@ -36,7 +36,7 @@ class Plane(NamedTuple):
 
 
 class PackedArgs(ctypes.Structure):
-    """`PackedMatrix` of cpu_packed.h."""
+    """`PackedMatrix` of cpu_format.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "row_block", "group")),
@@ -78,6 +78,31 @@ def packed_args(
         unit=unit,
         values=(ctypes.c_float * 16)(*values),
     )
+
+
+class PieceArgs(ctypes.Structure):
+    """`PackedPiece` of cpu_format.h."""
+
+    _fields_ = (
+        ("tensor", ctypes.c_int32),
+        ("plain_type", ctypes.c_int32),
+        ("first", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("matrix", PackedArgs),
+    )
+
+
+class ExpertArgs(ctypes.Structure):
+    """`PackedExpert` of cpu_format.h."""
+
+    _fields_ = (("pieces", ctypes.POINTER(PieceArgs)), ("count", ctypes.c_int64))
+
+
+def plain_args(begin: int, dtype: torch.dtype) -> tuple[int, PackedArgs] | None:
+    """The type and place of plain numbers; None if the library does not have their type."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    return _NUMBERS[dtype], PackedArgs(codes=begin)
 
 
 def _code_type(scheme: Scheme) -> int | None:

@@ -1,5 +1,6 @@
 """The record of an expert with packed weights: its stored parts, one behind the other."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -7,10 +8,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from overspill.compute.packed_kernel import ExpertArgs, PieceArgs, Plane, packed_args, plain_args
 from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.native import has_triton
+from overspill.tiers.layout import WeightFormat
 
 CODES = "codes"
 _DESCRIBE = ("indices", "size")
@@ -65,6 +68,15 @@ class RecordFormat:
     def is_packed(self) -> bool:
         return any(piece.matrix is not None for piece in self.pieces)
 
+    @functools.cached_property
+    def native(self) -> ExpertArgs | None:
+        """The record for the C++ library of cpu_kernel.py; None if its kernels cannot read it."""
+        pieces = [_native_piece(self.shape, piece) for piece in self.pieces]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) < len(pieces):
+            return None
+        return ExpertArgs((PieceArgs * len(found))(*found), len(found))
+
     def of_layer(self, layer: int) -> "RecordFormat":
         """The same in all layers."""
         return self
@@ -110,6 +122,27 @@ class RecordFormat:
         return tensor[:, piece.begin : piece.begin + piece.rows]
 
 
+def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
+    """A piece for the C++ library, whose matrices have outputs as rows."""
+    is_bias = len(shape.sizes[piece.tensor]) == 1
+    if piece.matrix is None:
+        codes = piece.stored[CODES]
+        found = plain_args(codes.begin, codes.dtype) if is_bias else None
+        if found is None:
+            return None
+        return PieceArgs(piece.tensor, found[0], piece.begin, piece.rows, found[1])
+    matrix = piece.matrix
+    planes = {field: Plane(each.begin, each.dtype) for field, each in piece.stored.items()}
+    args = packed_args(matrix.scheme, matrix.rows, matrix.columns, matrix.divides, planes)
+    if args is None or is_bias or matrix.is_transposed != shape.transposed:
+        return None
+    # inputs are rows of a transposed tensor, which is one piece then
+    whole = piece.rows == shape.sizes[piece.tensor][0]
+    if shape.transposed and not whole:
+        return None
+    return PieceArgs(piece.tensor, 0, 0 if whole else piece.begin, matrix.rows, args)
+
+
 @dataclass(frozen=True)
 class MixedFormat:
     """Records whose content differs by layer. All have the size of the largest."""
@@ -122,6 +155,14 @@ class MixedFormat:
 
     def of_layer(self, layer: int) -> RecordFormat:
         return self.layers[layer]
+
+
+def layer_formats(format: WeightFormat | None, n_layers: int) -> list[RecordFormat]:
+    """The formats of the packed records of all layers; none if records are plain."""
+    if format is None:
+        return []
+    assert isinstance(format, RecordFormat | MixedFormat)
+    return [format.of_layer(layer) for layer in range(n_layers)]
 
 
 class FormatBuilder:

@@ -17,7 +17,7 @@ from overspill.core.errors import OrderError
 ATTENTION = "overspill"
 """Its name for `set_attn_implementation`."""
 IN_USE = "this model is being served; close its LLM first"
-_BATCH = (
+BATCH_RUNS = (
     "an LLM computes a batch with this model in another thread; wait for its answers before you "
     "call the model"
 )
@@ -78,6 +78,21 @@ class AttentionOptions(NamedTuple):
     softcap: float | None = None
     keys: Keys = Keys.BEFORE
     bias: RelativeBias | None = None
+    chosen: Any = None  # the keys that an indexer has chosen, as the cache has told them
+
+
+class Indexer(NamedTuple):
+    """The part of sparse attention that chooses the keys that each token sees."""
+
+    layer: int
+    heads: int
+    most: int
+    """Keys that a token sees at most."""
+    choose: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
+    """The positions [N, T, `most`] of the keys for these rows [N, T] of the batch, the best ones
+    first, by the keys that they may see [N, T, L]. A function stores the indexer's keys of the rows
+    [N, T, d] and returns all keys of their sequences [N, L, d]. Without keys (L = 0) nothing is
+    chosen."""
 
 
 class AttentionCache(Protocol):
@@ -88,6 +103,10 @@ class AttentionCache(Protocol):
     ) -> Tensor:
         """Stores keys and values of the batch's tokens, or of its new sources; attention of each
         token to the keys that `options` name, [T, h, d]."""
+
+    def choose(self, indexer: Indexer) -> Any:
+        """Stores the indexer's keys of the batch's tokens; the keys that each of them sees, for
+        `AttentionOptions.chosen`."""
 
 
 _CURRENT: ContextVar[AttentionCache | None] = ContextVar("attention_cache", default=None)
@@ -160,17 +179,20 @@ def _attend(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
     cache = current_cache()
     if cache is None:
-        raise OrderError(_BATCH)
+        raise OrderError(BATCH_RUNS)
     own: Any = module
     if sliding_window is None:  # Qwen2-MoE has it in its mask only
         sliding_window = getattr(own, "sliding_window", None)
     role = ROLES.get(module, _DECODER)
-    options = AttentionOptions(scaling, sliding_window, s_aux, softcap, role.keys, role.bias)
+    options = AttentionOptions(
+        scaling, sliding_window, s_aux, softcap, role.keys, role.bias, indices
+    )
     layer = own.layer_idx
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return cache.attend(int(layer), q, k, v, options)[None], None

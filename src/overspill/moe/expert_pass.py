@@ -12,6 +12,7 @@ from torch import Tensor
 from overspill.compute.dropout import RowDropout, Site
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.experts import Phase
+from overspill.moe.code_products import without_few_rows
 from overspill.moe.compute import ExpertCompute
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
@@ -49,6 +50,8 @@ class ForwardPass:
         """The experts at these positions; None: all."""
         layer_pass, dispatcher = self._pass, self._compute.dispatcher
         waves = self._compute.waves(layer_pass, self._phase, positions)
+        rows = layer_pass, dispatcher, self._x_TD, self._y_RD
+        waves = without_few_rows(waves, self._engine.layout, *rows)
         packing = self._engine.layout, layer_pass.layer, self._engine.n_experts
         for wave in unpacked(waves, *packing):
             for start, end, ends, counts in _pieces(wave, self._compute.max_rows):

@@ -5,7 +5,7 @@ of keys and values, d width of a head.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention.bias import causal_lower_right
 
-from overspill.models.attention_cache import AttentionOptions, Keys
+from overspill.models.attention_cache import AttentionOptions, Indexer, Keys
 
 _SCORES = 256 << 20
 """Bytes of attention scores that are in memory at a time."""
@@ -128,21 +128,34 @@ def _slots(used: Sequence[int], count: int, block_size: int) -> Tensor:
     return blocks[positions // block_size] * block_size + positions % block_size
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The positions of the keys that an indexer has chosen for each token of a batch; None for
+    sequences whose tokens see all before them."""
+
+    single_NK: Tensor | None
+    """Of sequences with one new token, the best ones first."""
+    several_TK: Sequence[Tensor | None]
+    """Of each of the others. Some may come after their token, which does not see them."""
+
+
 class PagedCache:
-    """Keys and values of all layers in `n_blocks` blocks of `block_size` slots, and one block more
-    for what nobody reads. The memory of a layer is allocated when its first keys arrive: layers may
-    differ."""
+    """Keys and values of all layers, and keys of indexers, in `n_blocks` blocks of `block_size`
+    slots, and one block more for what nobody reads. The memory of a layer is allocated when its
+    first keys arrive: layers may differ."""
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.spare_block = n_blocks
         self._n_slots = (n_blocks + 1) * block_size
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._indexed: dict[int, Tensor] = {}
         self._layout: Layout | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(k.nbytes + v.nbytes for k, v in self._layers.values())
+        pairs = itertools.chain.from_iterable(self._layers.values())
+        return sum(each.nbytes for each in (*pairs, *self._indexed.values()))
 
     def begin(self, layout: Layout) -> None:
         """The next forward pass computes this batch."""
@@ -163,22 +176,87 @@ class PagedCache:
             values[written] = v_Tkd
         reads = layout.sources if across else layout.own
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
-        single = reads.single
+        single, chosen = reads.single, options.chosen or Chosen(None, [None] * len(reads.several))
         if len(single.rows):
+            read, last = single.read, single.positions
+            if chosen.single_NK is not None:
+                read = read.gather(1, chosen.single_NK)
+                last = last.clamp(max=read.shape[1] - 1)  # keys that it does not see are the worst
             q_Nh1d = q_Thd[single.rows].unsqueeze(2)
-            k_NkLd, v_NkLd = (each[single.read].transpose(1, 2) for each in (keys, values))
-            y = _attention(q_Nh1d, k_NkLd, v_NkLd, single.positions, options)
+            k_NkLd, v_NkLd = (each[read].transpose(1, 2) for each in (keys, values))
+            y = _attention(q_Nh1d, k_NkLd, v_NkLd, last, options)
             out[single.rows] = y.squeeze(2)
-        attend = _attend_to_all if across else _attend_causally
-        for rows, slots in reads.several:
+        for (rows, slots), chosen_TK in zip(reads.several, chosen.several_TK, strict=True):
             q_1hTd = q_Thd[rows].transpose(0, 1)[None]
             k_1kLd, v_1kLd = (each[slots].transpose(0, 1)[None] for each in (keys, values))
-            out[rows] = attend(q_1hTd, k_1kLd, v_1kLd, options)[0].transpose(0, 1)
+            if across:
+                y = _attend_to_all(q_1hTd, k_1kLd, v_1kLd, options)
+            else:
+                y = _attend_causally(q_1hTd, k_1kLd, v_1kLd, options, chosen_TK)
+            out[rows] = y[0].transpose(0, 1)
         return out
+
+    def choose(self, indexer: Indexer) -> Chosen:
+        layout, most = self._layout, indexer.most
+        assert layout is not None
+        single_NK, single = None, layout.own.single
+        if len(single.rows):
+            rows_N1, length = single.rows[:, None], single.read.shape[1]
+            count = length if length > most else 0  # else each token sees all before it
+            sees_N1L = torch.arange(count, device=rows_N1.device) <= single.positions[..., None]
+            read = single.read[:, :count]
+            found = [
+                indexer.choose(
+                    rows_N1[part], sees_N1L[part], self._index(indexer, rows_N1[part], read[part])
+                )
+                for part in score_parts(len(rows_N1), indexer.heads * count)
+            ]
+            single_NK = torch.cat(found)[:, 0].long() if count else None
+        several_TK = []
+        for rows, slots in layout.own.several:
+            several_TK.append(self._choose_for_several(indexer, rows, slots))
+        return Chosen(single_NK, several_TK)
+
+    def _choose_for_several(self, indexer: Indexer, rows: slice, slots: Tensor) -> Tensor | None:
+        """For tokens of one sequence, divided so that their scores take at most `_SCORES` bytes."""
+        n_keys, most, device = len(slots), indexer.most, slots.device
+        before = n_keys - (rows.stop - rows.start)
+        found = []
+        for part in score_parts(n_keys - before, indexer.heads * n_keys):
+            start, stop = before + part.start, before + part.stop
+            count = stop if stop > most else 0
+            positions = torch.arange(start, stop, device=device)
+            rows_1T = (rows.start - before + positions)[None]
+            sees_1TL = (torch.arange(count, device=device) <= positions[:, None])[None]
+            read = slots[None, :count]
+            chosen = indexer.choose(rows_1T, sees_1TL, self._index(indexer, rows_1T, read))[0]
+            every = torch.arange(most, device=device).expand(stop - start, most)
+            found.append(chosen.long() if count else every)
+        return torch.cat(found) if n_keys > most else None
+
+    def _index(
+        self, indexer: Indexer, rows_NT: Tensor, read_NL: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Stores an indexer's keys of these tokens, and returns those of the slots to read."""
+
+        def store(k_NTd: Tensor) -> Tensor:
+            assert self._layout is not None
+            memory = self.index_memory(indexer.layer, k_NTd)
+            memory[self._layout.write[rows_NT]] = k_NTd
+            return memory[read_NL]
+
+        return store
+
+    def index_memory(self, layer: int, k_NTd: Tensor) -> Tensor:
+        """The keys of a layer's indexer, [slots, d], for such as these."""
+        if layer not in self._indexed:
+            with torch.inference_mode(False):  # it outlives the pass
+                self._indexed[layer] = k_NTd.new_zeros(self._n_slots, k_NTd.shape[-1])
+        return self._indexed[layer]
 
     def close(self) -> None:
         """Gives the memory back."""
-        self._layers = {}
+        self._layers, self._indexed = {}, {}
 
     def allocate(self, n_layers: int, like_kd: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Allocates the memory of all layers as one, for keys and values of one shape."""
@@ -196,13 +274,24 @@ class PagedCache:
         return self._layers[layer]
 
 
+def score_parts(n_queries: int, n_scores: int) -> list[slice]:
+    """The parts of queries with `n_scores` each whose scores are in memory at a time."""
+    size = max(1, _SCORES // max(4 * n_scores, 1))
+    return [slice(at, min(at + size, n_queries)) for at in range(0, n_queries, size)]
+
+
 def _attend_causally(
-    q_1hTd: Tensor, k_1kLd: Tensor, v_1kLd: Tensor, options: AttentionOptions
+    q_1hTd: Tensor,
+    k_1kLd: Tensor,
+    v_1kLd: Tensor,
+    options: AttentionOptions,
+    chosen_TK: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T of L tokens of a sequence. Where no kernel for causal attention can
-    be used, queries are divided so that their scores take at most `_SCORES` bytes."""
+    """Attention of the last T of L tokens of a sequence, which may see only the keys at `chosen`.
+    Where no kernel for causal attention can be used, queries are divided so that their scores take
+    at most `_SCORES` bytes."""
     plain = options.window is None and options.softcap is None and options.bias is None
-    if plain and q_1hTd.device.type == "cuda":
+    if plain and chosen_TK is None and q_1hTd.device.type == "cuda":
         y_1hTd = _attend_in_kernel(q_1hTd, k_1kLd, v_1kLd, options)
         if y_1hTd is not None:
             return y_1hTd
@@ -219,7 +308,11 @@ def _attend_causally(
         keys = slice(first, before + stop)
         positions = torch.arange(before + start, before + stop, device=q_1hTd.device) - first
         q, k, v = q_1hTd[:, :, start:stop], k_1kLd[:, :, keys], v_1kLd[:, :, keys]
-        found.append(_attention(q, k, v, positions[None], options))
+        sees = None
+        if chosen_TK is not None:
+            sees = torch.zeros(stop - start, n_keys, dtype=torch.bool, device=q.device)
+            sees = sees.scatter_(1, chosen_TK[start:stop], True)[None, :, keys]
+        found.append(_attention(q, k, v, positions[None], options, sees_NTL=sees))
     return torch.cat(found, dim=2)
 
 
@@ -285,11 +378,14 @@ def _attention(
     last_NT: Tensor,
     options: AttentionOptions,
     positions_NT: Tensor | None = None,
+    sees_NTL: Tensor | None = None,
 ) -> Tensor:
     """Attention of tokens to the keys at 0, 1, ... `last`, which are their own positions if they
-    have no others."""
+    have no others; of these only to keys that they see, if that is told."""
     key_positions = torch.arange(k_NkLd.shape[2], device=q_NhTd.device)
     sees = key_positions <= last_NT[..., None]
+    if sees_NTL is not None:
+        sees &= sees_NTL
     if options.window is not None:
         sees &= key_positions > last_NT[..., None] - options.window
     sees = sees[:, None]

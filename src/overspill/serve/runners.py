@@ -16,6 +16,7 @@ from overspill.models.attention_cache import IN_USE, ReplacedAttention, attentio
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.recurrent import RecurrentStates, States, StateSpan
 from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
+from overspill.models.huggingface.sparse import SparseAttention
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.serve.checkpoints import Checkpoints
@@ -24,7 +25,7 @@ from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
 from overspill.serve.states import Part, StateSlots
-from overspill.serve.support import has_states, splits_prompts
+from overspill.serve.support import has_states, is_sparse, splits_prompts
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
@@ -137,6 +138,7 @@ class PagedRunner(Runner):
         self._slots: StateSlots | None = None
         if has_states(model):
             self._states, self._slots = RecurrentStates(model, max_batch), StateSlots(max_batch)
+        self._sparse = SparseAttention(model) if is_sparse(model) else None
         self._splits = splits_prompts(model)
         self._decode: Decode | None = None
         if fused:
@@ -170,7 +172,7 @@ class PagedRunner(Runner):
     @contextmanager
     def _replaced(self) -> Iterator[None]:
         """Within it, the model computes batches."""
-        others = self._seq2seq or self._states
+        others = self._seq2seq or self._states or self._sparse
         replaced = nullcontext() if others is None else others.replaced()
         with self._attention, replaced, _evaluating(self._model):
             yield

@@ -24,6 +24,7 @@ from overspill.models.huggingface.seq2seq import (
     is_encoder_decoder,
 )
 from overspill.models.huggingface.skeleton import meta_model, model_class
+from overspill.models.huggingface.sparse import index_width
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.serve.support import has_states
 from overspill.serve.text import Codec, TransformersCodec
@@ -252,10 +253,13 @@ def _token_bytes(model: Any, dtype: torch.dtype | str | None) -> int:
 
 
 def _key_elements(module: Any) -> int:
-    """The widths of the keys and values of an attention module together; 0 for other modules, and
+    """The widths of the keys and values of an attention module together, or of the keys of an
+    indexer; 0 for other modules, and
     for those whose projections have other names."""
     if is_recurrent(module):
         return 0
+    if index_width(module):
+        return index_width(module)
     if hasattr(module, "kv_b_proj"):  # latent attention keeps all heads
         return int(module.num_heads * (module.qk_head_dim + module.v_head_dim))
     k, v = getattr(module, "k_proj", None), getattr(module, "v_proj", None)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from overspill.models.gpt import GPTMoE
-from overspill.models.huggingface.recurrent import TYPES
+from overspill.models.huggingface import recurrent, sparse
 from overspill.models.huggingface.seq2seq import is_encoder_decoder
 
 _LAYERS = {"full_attention", "sliding_attention"}
@@ -21,7 +21,7 @@ def can_page(model: Any) -> bool:
     if is_encoder_decoder(model.config):  # of those that are served at all
         return True
     config = model.config.get_text_config()
-    if has_states(model):
+    if has_states(model) or is_sparse(model):
         return _rope_types(getattr(config, "rope_parameters", None)) <= _ROPE
     return (
         bool(getattr(model, "_supports_attention_backend", False))
@@ -38,7 +38,14 @@ def has_states(model: Any) -> bool:
     config = model.config.get_text_config()
     # with a window, MiniMax computes otherwise with its own cache than without
     window = config.model_type == "minimax" and config.sliding_window is not None
-    return config.model_type in TYPES and not window
+    return config.model_type in recurrent.TYPES and not window
+
+
+def is_sparse(model: Any) -> bool:
+    """Whether an indexer chooses the tokens that a token sees, in known modules."""
+    if isinstance(model, GPTMoE):
+        return False
+    return model.config.get_text_config().model_type in sparse.TYPES
 
 
 def splits_prompts(model: Any) -> bool:

@@ -63,7 +63,7 @@ COMMON: dict[str, Any] = {
     # Sparse attention
     "index_topk": 4,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, keys have the same score of 0
     # Linear attention
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -219,7 +219,12 @@ FAMILIES: tuple[Family, ...] = (
         n_group=2,
     ),
     _family("deepseek_v32", "shared experts, sparse attention", num_hidden_layers=3),
-    _family("glm_moe_dsa", "shared experts, sparse attention", num_hidden_layers=3),
+    _family(
+        "glm_moe_dsa",
+        "shared experts, sparse attention",
+        num_hidden_layers=3,
+        indexer_types=["full", "shared", "full"],
+    ),
     _family("glm4_moe", "shared experts, correction bias", num_hidden_layers=3),
     _family("glm4_moe_lite", "shared experts, correction bias", **SPARSE_AFTER_DENSE),
     _family("dots1", "shared experts, correction bias", num_hidden_layers=3),

@@ -13,6 +13,7 @@ from overspill.compute.decode.host import add_host_rows
 from overspill.compute.decode.routing import look_up
 from overspill.models.attention_cache import (
     AttentionOptions,
+    Indexer,
     Keys,
     RelativeBias,
     attention_cache,
@@ -29,7 +30,7 @@ from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Mode
 from overspill.serve.decode.step import Batch, Computed
 from overspill.serve.decode.table import ExpertTable
-from overspill.serve.paged import PagedCache
+from overspill.serve.paged import PagedCache, score_parts
 
 
 def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
@@ -107,12 +108,10 @@ class ModuleStep:
             assert batch.sources is not None
             where = batch.sources.last, batch.sources.blocks, size
         else:
-            rows = torch.arange(len(q_Thd), device=q_Thd.device)
-            blocks = batch.blocks[rows, batch.positions // size]
-            slots = blocks * size + batch.positions % size
+            slots = self._slots(batch)
             keys[slots] = k_Tkd
             values[slots] = v_Tkd
-            where = batch.positions, batch.blocks, size
+            where = options.chosen or (batch.positions, batch.blocks, size)
         scale = q_Thd.shape[-1] ** -0.5 if options.scale is None else options.scale
         q_Thd = q_Thd.contiguous()
         y = attend(
@@ -120,6 +119,43 @@ class ModuleStep:
             self._bias(options.bias),
         )  # fmt: skip
         return y.view(*q_Thd.shape[:2], -1)
+
+    def _slots(self, batch: Batch) -> Tensor:
+        """The slot of each token."""
+        size, rows = (
+            self._cache.block_size,
+            torch.arange(len(batch.tokens), device=batch.tokens.device),
+        )
+        blocks = batch.blocks[rows, batch.positions // size]
+        return blocks * size + batch.positions % size
+
+    def choose(self, indexer: Indexer) -> tuple[Tensor, Tensor, int] | None:
+        """For each sequence the place of the last one of its slots that it sees, and these slots,
+        as blocks of one; None if they see all."""
+        batch, size = self._batch, self._cache.block_size
+        assert batch is not None
+        own_B = self._slots(batch)
+        every_BL = batch.blocks[..., None] * size + torch.arange(size, device=own_B.device)
+        every_BL = every_BL.flatten(1)
+        count = every_BL.shape[1] if every_BL.shape[1] > indexer.most else 0
+
+        rows_B1 = torch.arange(len(own_B), device=own_B.device)[:, None]
+        sees_B1L = torch.arange(count, device=own_B.device) <= batch.positions[:, None, None]
+
+        def choose(part: slice) -> Tensor:
+            def store(k_N1d: Tensor) -> Tensor:
+                memory = self._cache.index_memory(indexer.layer, k_N1d)
+                memory[own_B[part]] = k_N1d[:, 0]
+                return memory[every_BL[part, :count]]
+
+            return indexer.choose(rows_B1[part], sees_B1L[part], store)[:, 0]
+
+        parts = score_parts(len(own_B), indexer.heads * count)
+        found_BK = torch.cat([choose(part) for part in parts])
+        if not count:
+            return None
+        chosen_BK = every_BL.gather(1, found_BK.long())
+        return batch.positions.clamp(max=indexer.most - 1), chosen_BK, 1
 
     def _bias(self, bias: RelativeBias | None) -> Tensor | None:
         """All layers have the same one."""

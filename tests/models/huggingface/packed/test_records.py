@@ -2,12 +2,14 @@
 
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import overspill
+from overspill.compute.record_format import RecordFormat
 from overspill.core.errors import ConfigError
 from overspill.moe import unpacking
 from overspill.plan.usage import Exchange
@@ -44,6 +46,23 @@ def test_packed_experts_are_the_unpacked_ones(
     assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
     saved, plain = tensors(tmp_path / "saved"), tensors(pair.plain)
     assert all(torch.equal(saved[key], value) for key, value in plain.items())
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "awq", "fp8-block"])
+@pytest.mark.parametrize("mode", ["host", "gpu"])
+def test_experts_with_few_token_rows_are_not_unpacked(
+    name: str, mode: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    tokens = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
+    for packed in (False, True):
+        model = load(pairs[name].packed, mode=mode, train=False, packed=packed)
+        with monkeypatch.context() as patch:
+            patch.setattr(RecordFormat, "unpack", Mock(side_effect=AssertionError("unpacked")))
+            with torch.inference_mode():
+                made.append(model(tokens, use_cache=False).logits)
+        model.overspill.close()
+    torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-5)
 
 
 def test_bytes_count_as_they_are_stored(pairs: Pairs, tmp_path: Path) -> None:

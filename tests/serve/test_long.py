@@ -1,0 +1,73 @@
+"""Prompts of 8,192 tokens: logits are those of transformers."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from overspill import LLM, SamplingParams
+from tests.models.huggingface.families import make_model
+from tests.models.huggingface.oracle import offloaded
+from tests.serve.models import family
+
+LENGTH = 8192
+N_NEW = 4
+
+
+def expected_logits(model: Any, prompt: list[int]) -> torch.Tensor:
+    """Those of `generate`, with pieces of other lengths: at once, the scores of all heads of an
+    indexer would need 4 GiB."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=N_NEW,
+        do_sample=False,
+        eos_token_id=-1,
+        prefill_chunk_size=512,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.cat(out.logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v32"])
+def test_logits_after_long_prompts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = family(name)
+    options = {"max_position_embeddings": 2 * LENGTH}
+    if name == "deepseek_v32":
+        options["index_topk"] = 64
+    plain = make_model(dataclasses.replace(made, build=functools.partial(made.build, **options)))
+    prompt = torch.randint(3, 90, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = expected_logits(plain.eval(), prompt)
+    found: list[torch.Tensor] = []
+    with (
+        offloaded(plain, "host", tmp_path) as model,
+        LLM(model, context=LENGTH + 64, max_batch=2, prefill_chunk=1000) as llm,
+    ):
+        runner = llm._loop.runner
+        run = runner.run
+
+        def noted(batch: Any) -> torch.Tensor:
+            logits = run(batch)
+            for (request, count), row in zip(batch, logits, strict=True):
+                if request.computed + count >= LENGTH:
+                    found.append(row.clone())
+            return logits
+
+        monkeypatch.setattr(runner, "run", noted)
+        params = SamplingParams(max_tokens=N_NEW, temperature=0.0, ignore_eos=True)
+        long, _ = llm.generate([prompt, prompt[:40]], params)
+        assert long.token_ids == expected.argmax(-1).tolist()
+        torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-3)
+        found.clear()
+        again = llm.generate(prompt, params)[0]
+        assert again.cached_tokens == LENGTH - 16
+        torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-3)
