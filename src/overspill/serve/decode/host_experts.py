@@ -59,6 +59,7 @@ class HostExperts:
             inject,
             activation=activation,
             source=self._reads,
+            format=engine.layout.format,
         )
         try:
             host = self._runner.host
