@@ -24,6 +24,7 @@ from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
 from tests.serve.requests import make_request
 from tests.serve.seq2seq import DEEP, FAMILIES, SOURCES, plain_model, pregated
+from tests.slow import slow_rows
 
 pytestmark = INTERPRETED
 FIXED = Settings(fix_nllb_routing=True)
@@ -91,8 +92,9 @@ def decoding(
             made.runner.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "mode"), slow_rows([(name, mode) for mode in MODES for name in FAMILIES], 3, 4)
+)
 def test_logits_are_those_of_transformers(
     name: str, mode: str, tmp_path: Path, module_steps: list[int]
 ) -> None:
@@ -149,8 +151,9 @@ def test_a_learned_predictor_names_experts_of_the_decoder(
     assert module_steps == [1]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "level"), slow_rows([(name, level) for level in (1, 2) for name in FAMILIES], 1, 2)
+)
 def test_pregates_announce_what_the_decoder_uses(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
