@@ -50,7 +50,7 @@ format: $(DEV)  ## format the code
 	$(BIN)/ruff format .
 
 tables: $(DEV)  ## write the tables and pictures of the docs from bench/results and from the tests
-	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md docs/stages.md
+	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md docs/stages.md docs/quantized.md
 	$(BIN)/python -m tests.docs.test_families --write
 	$(BIN)/python bench/pregate_plot.py
 	$(BIN)/python bench/mpipe.py draw

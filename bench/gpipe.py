@@ -1,8 +1,18 @@
-"""GPipe as a baseline: a plain transformers model in stages, on the device as a whole or with a
-naive offload that copies the weights of each stage before it computes, and waits for it."""
+"""Baselines for training in stages: a plain model, and torch's AdamW.
+
+- GPipe: everything is on the device.
+- GPipe with offload: weights, gradients and optimizer states of blocks are in host memory. The
+  weights of a stage are copied before it computes, and it waits for them; gradients are copied
+  after it. What is outside of blocks, such as the embedding, stays on the device.
+- As in Mobius: the same, but all weights of the next stage are copied while a stage computes, the
+  experts in any order, and its gradients while the next one computes.
+
+On one GPU, for transformers models and GPT-MoE.
+"""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,47 +21,96 @@ from torch import Tensor, nn
 from overspill.models.stages.blocks import Passing, StagedBlocks, entering
 
 
+@dataclass
+class _Loaded:
+    """Weights of a stage on the device, or on their way."""
+
+    parameters: list[nn.Parameter]
+    tensors: list[Tensor]
+    arrived: Any
+
+
 class GPipe:
-    """All micro-batches pass a stage before the next one. Without `offload` everything is on the
-    device. With it, weights, gradients and optimizer states are in host memory."""
+    """All micro-batches pass a stage before the next one."""
 
     def __init__(
-        self, model: Any, stages: Sequence[range], device: torch.device, offload: bool
+        self,
+        model: Any,
+        stages: Sequence[range],
+        device: torch.device,
+        offload: bool,
+        overlap: bool = False,
     ) -> None:
+        """`overlap` copies beside compute."""
         self._model, self._stages, self._device, self._offload = model, stages, device, offload
         self._blocks = StagedBlocks(model)
-        inside = {id(p) for n in range(len(self._blocks)) for p in self._blocks[n].parameters()}
-        self._outside = [p for p in model.parameters() if id(p) not in inside]
         self._homes: dict[nn.Parameter, Tensor] = {}
+        self._grads: dict[nn.Parameter, Tensor] = {}  # in host memory
+        self._next: tuple[range, _Loaded] | None = None
+        cuda = device.type == "cuda"
+        self._copies = torch.cuda.Stream() if cuda and overlap else None
+        self._overlap = overlap
+        self._pinned = cuda
         self.bytes_moved = 0
-        if not offload:
-            model.to(device)
-            return
-        for parameter in model.parameters():
-            home = parameter.data.cpu()
-            self._homes[parameter] = home.pin_memory() if device.type == "cuda" else home
-            parameter.data = self._homes[parameter]
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(device)
+        model.to(device)
+        for number in range(len(self._blocks)) if offload else ():
+            for parameter in self._blocks[number].parameters():
+                home = parameter.data.cpu()
+                self._homes[parameter] = home.pin_memory() if cuda else home
+                parameter.data = self._homes[parameter]
+
+    # -- weights and gradients ------------------------------------------------------------------
+
+    def _load(self, blocks: range) -> _Loaded:
+        """Begins to copy the parameters of a stage."""
+        parameters = [p for number in blocks for p in self._blocks[number].parameters()]
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            tensors = [
+                self._homes[parameter].to(self._device, non_blocking=self._overlap)
+                for parameter in parameters
+            ]
+            arrived = None if self._copies is None else torch.cuda.current_stream().record_event()
+        self.bytes_moved += sum(parameter.nbytes for parameter in parameters)
+        return _Loaded(parameters, tensors, arrived)
 
     @contextmanager
-    def _loaded(self, blocks: range) -> Iterator[None]:
-        """The parameters of a stage, and those outside of stages, on the device."""
+    def _loaded(self, blocks: range, following: range | None = None) -> Iterator[None]:
+        """The parameters of a stage are on the device; those of the `following` one are copied
+        meanwhile."""
         if not self._offload:
             yield
             return
-        parameters = [*self._outside]
-        for number in blocks:
-            parameters += self._blocks[number].parameters()
-        for parameter in parameters:
-            parameter.data = self._homes[parameter].to(self._device)
-            self.bytes_moved += parameter.nbytes
+        known, self._next = self._next, None
+        loaded = known[1] if known is not None and known[0] == blocks else self._load(blocks)
+        if loaded.arrived is not None:
+            torch.cuda.current_stream().wait_event(loaded.arrived)
+        for parameter, tensor in zip(loaded.parameters, loaded.tensors, strict=True):
+            if self._copies is not None:
+                tensor.record_stream(torch.cuda.current_stream())
+            parameter.data = tensor
+        if self._overlap and following is not None:
+            self._next = following, self._load(following)
         yield
-        for parameter in parameters:
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        for parameter in loaded.parameters:
             parameter.data = self._homes[parameter]
             if parameter.grad is not None:
-                self.bytes_moved += parameter.grad.nbytes
-                parameter.grad = parameter.grad.cpu()
+                self._unload(parameter, parameter.grad)
+
+    def _unload(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Copies a gradient to host memory; `backward` waits for it at the end."""
+        self.bytes_moved += grad.nbytes
+        if parameter not in self._grads:
+            self._grads[parameter] = torch.empty(
+                grad.shape, dtype=grad.dtype, pin_memory=self._pinned
+            )
+        host = self._grads[parameter]
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            host.copy_(grad, non_blocking=self._overlap)
+            if self._copies is not None:
+                grad.record_stream(self._copies)
+        parameter.grad = host
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -59,46 +118,58 @@ class GPipe:
         if not self._offload:
             yield
             return
-        with torch.autograd.graph.save_on_cpu(pin_memory=self._device.type == "cuda"):
+        with torch.autograd.graph.save_on_cpu(pin_memory=self._pinned):
             yield
+
+    # -- passes ---------------------------------------------------------------------------------
 
     def backward(self, micro_batches: Sequence[dict[str, Any]]) -> float:
         """The passes of a step; returns the mean loss."""
-        passed: list[Any] = [None] * len(micro_batches)
-        ends: list[list[Any]] = []
-        grads: list[Tensor | None] = [None] * len(micro_batches)
-        total = 0.0
-        for stage in self._stages:
-            outputs: list[Any] = []
-            with self._loaded(stage):
+        count, stages, total = len(micro_batches), self._stages, 0.0
+        passed: list[Passing | None] = [None] * count
+        # by stage and micro-batch: what a stage has returned, and the gradients of that
+        ends: list[list[list[Tensor]]] = [[] for _ in stages]
+        grads: list[list[dict[int, Tensor]]] = [[{} for _ in micro_batches] for _ in stages]
+        for place, stage in enumerate(stages):
+            last = place == len(stages) - 1
+            after = stages[place - 1 if last else place + 1] if len(stages) > 1 else None
+            with self._loaded(stage, after):
                 for number, batch in enumerate(micro_batches):
                     with self._saving():
-                        out = self._forward(stage, number, batch, passed[number], grads)
-                    if stage.stop == len(self._blocks):
-                        loss = out.loss / len(micro_batches)
+                        incoming = _enter(passed[number], grads[place - 1][number])
+                        result = self._run(stage, incoming, batch)
+                    if last:
+                        loss = result.loss / count
                         total += loss.item()
-                        outputs.append(loss)
+                        ends[place].append([loss])
                     else:
-                        outputs.append(out)
-                        passed[number] = out.detach()
-                if stage.stop == len(self._blocks):
-                    for loss in outputs:
-                        loss.backward()
-            ends.append(outputs)
-        for stage, outputs in list(zip(self._stages, ends, strict=True))[-2::-1]:
-            with self._loaded(stage):
-                for number, out in enumerate(outputs):
-                    grad, grads[number] = grads[number], None
-                    torch.autograd.backward([out], [grad])
-                    outputs[number] = None
+                        ends[place].append(list(result.tensors))
+                        passed[number] = Passing([t.detach() for t in result.tensors])
+                for (loss,) in ends[place] if last else ():
+                    loss.backward()
+        for place in range(len(stages) - 2, -1, -1):
+            # the weights of the first stage are updated before they are used again
+            with self._loaded(stages[place], stages[place - 1] if place else None):
+                for number, outputs in enumerate(ends[place]):
+                    back = grads[place][number]
+                    kept = [n for n in range(len(outputs)) if n in back]
+                    torch.autograd.backward([outputs[n] for n in kept], [back[n] for n in kept])
+                    outputs.clear()
+                    back.clear()
+        if self._copies is not None:
+            self._copies.synchronize()
         return total
 
-    def _forward(
-        self, stage: range, number: int, batch: Any, hidden: Tensor | None, grads: list[Any]
-    ) -> Any:
-        def receive(grad: Tensor) -> None:
-            grads[number] = grad
+    def _run(self, stage: range, incoming: Passing | None, batch: dict[str, Any]) -> Any:
+        return self._blocks.run(stage, incoming, lambda: self._model(**batch))
 
-        incoming = None if hidden is None else Passing([entering(hidden, receive)])
-        result = self._blocks.run(stage, incoming, lambda: self._model(**batch))
-        return result.tensors[0] if isinstance(result, Passing) else result
+
+def _enter(passed: Passing | None, grads: dict[int, Tensor]) -> Passing | None:
+    """The input of a stage; a backward leaves its gradients in `grads`."""
+    if passed is None:
+        return None
+
+    def entered(number: int, tensor: Tensor) -> Tensor:
+        return entering(tensor, lambda grad: grads.__setitem__(number, grad))
+
+    return Passing([entered(number, tensor) for number, tensor in enumerate(passed.tensors)])

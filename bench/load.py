@@ -17,6 +17,7 @@ from record import Limit, metric, write_record
 from ssd import disk_bandwidth
 
 import overspill
+from overspill.core.packing import QUANTIZATIONS
 from overspill.hardware.machine import peak_resident_memory
 
 
@@ -45,6 +46,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--train", action="store_true", help="also plan memory for an optimizer")
     parser.add_argument("--make", action="store_true", help="only write the checkpoint")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="pack the experts")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint for a later call")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     checkpoint = args.folder / "checkpoint"
@@ -70,13 +73,15 @@ def main() -> None:
     before = pages * os.sysconf("SC_PAGE_SIZE")
     start = time.perf_counter()
     model = overspill.load(
-        checkpoint, "40GiB", mode="host", train=args.train, progress=progress, quiet=True
-    )
+        checkpoint, "40GiB", mode="host", train=args.train, progress=progress, quiet=True,
+        quantize=args.quantize,
+    )  # fmt: skip
     took = time.perf_counter() - start
     engine = model.overspill
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     fill = marks["filling the store ends"] - marks["filling the store begins"]
-    filled = engine.records.weights_bytes * (1 - 1 / (engine.n_layers * engine.n_experts))
+    n_experts = engine.n_layers * engine.n_experts
+    filled = (n_experts - 1) * engine.shape.numel * engine.dtype.itemsize
     for name, at in marks.items():
         print(f"{at - start:7.2f} s {name}")
     print(f"total: {took:.2f} s for {size / 1e9:.1f} GB", flush=True)
@@ -89,14 +94,17 @@ def main() -> None:
         "peak": metric([peak_resident_memory() / 2**30], "GiB"),
     }
     details = {
-        "row": f"loading a checkpoint of {size / 1e9:.0f} GB",
+        "row": f"loading a checkpoint of {size / 1e9:.0f} GB"
+        + (f", experts packed as {args.quantize}" if args.quantize else ""),
         "show": ["whole_load", "reading", "beyond_the_store"],
         "placement": engine.describe(),
     }
     source = "disk, direct I/O, reads, measured just before the load"
-    write_record("load-30gb", details, metrics, Limit(disk / 1e9, "GB/s", source), args.out)
+    name = f"load-30gb-{args.quantize}" if args.quantize else "load-30gb"
+    write_record(name, details, metrics, Limit(disk / 1e9, "GB/s", source), args.out)
     engine.close()
-    shutil.rmtree(checkpoint)
+    if not args.keep:
+        shutil.rmtree(checkpoint)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,23 @@ class Model:
     lr: float = 1e-3
     characters: int | None = None
     """How much of each text is used; None: everything."""
+    windows: int | None = None
+    """How many windows of the validation text are computed; None: all."""
 
 
-SMALL = Model(2048, 4, 128, 256, 4, seq_len=128, batch=16, steps=250, lr=2e-3)
+SMALL = Model(
+    2048,
+    4,
+    128,
+    256,
+    4,
+    seq_len=128,
+    batch=16,
+    steps=250,
+    lr=2e-3,
+    characters=4_000_000,
+    windows=512,
+)
 TINY = Model(512, 2, 32, 64, 2, 4, 32, batch=4, steps=2, characters=4000)
 
 
@@ -121,7 +135,10 @@ def measure(model: Model, args: argparse.Namespace, work: Path) -> dict[str, lis
     made = make_tokenizer([train_text], model.vocab)
     made.save(str(tokenizer))
     text.write_text(train_text, encoding="utf-8")
-    windows = Windows(np.array(made.encode(valid_text).ids, dtype=np.int32), model.seq_len)
+    tokens = np.array(made.encode(valid_text).ids, dtype=np.int32)
+    if model.windows is not None:
+        tokens = tokens[: model.windows * model.seq_len + 1]
+    windows = Windows(tokens, model.seq_len)
     found: dict[str, list[Figure]] = {name: [] for name in FORMATS}
     for seed in range(args.seeds):
         begin = time.monotonic()

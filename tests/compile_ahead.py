@@ -25,6 +25,7 @@ IMPORTED = (
 KERNELS = {
     "compute/cpu_kernel.cpp": "cpu-experts",
     "compute/quantize.cpp": "quantize",
+    "compute/gguf_blocks.cpp": "gguf-blocks",
     "optim/kernel.cpp": "adamw",
     "transfer/upload_thread.cpp": "upload-thread",
 }

@@ -86,10 +86,23 @@ CASES = [
     ("_expert_out_kernel", OUT, {"out": "*fp32"}),
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
+GROUP = {
+    "ALIGN": 16, "PACKING": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
+    "TRANSPOSED": False, "WIDEN": False,
+}  # fmt: skip
+GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
+GROUPS = {"groups": "*i32"}
+TURNED = {"BIAS": True, "TRANSPOSED": True}
+CASES += [
+    ("_group_in_kernel", GROUP_IN, GROUPS),
+    ("_group_in_kernel", GROUP_IN | TURNED | {"FUNCTION": 3}, GROUPS),
+    ("_group_out_kernel", GROUP, GROUPS | {"parts": "*fp32"}),
+    ("_group_out_kernel", GROUP | TURNED, GROUPS | {"parts": "*fp32"}),
+]
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
 TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-for form in ("mxfp4", "mxfp4-stack", "nvfp4-divided", "int4-zeros", "mxfp8"):
+for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
     stack = form == "mxfp4-stack"
     shape = ExpertShape(512, 256, gated=True, bias=stack, transposed=stack)
     packed = packed_records(
@@ -97,32 +110,34 @@ for form in ("mxfp4", "mxfp4-stack", "nvfp4-divided", "int4-zeros", "mxfp8"):
         Form(Function.CLAMPED if stack else Function.SILU, True),
         torch.empty(64, dtype=torch.uint8),
     )
-    own = {"PACKING": packed.packing, "BIAS": stack, "BLOCK": 64, "TOP_K": 4}
-    for into, planes in ((True, packed.w_in), (False, packed.w_out)):
-        views = zip(PLANES, (*planes, packed.biases), strict=True)
-        types = {plane: TYPES[view.dtype] for plane, view in views} | FLAGS | {"base": "*u8"}
-        if into:
-            more = own | {"ROWS": 16, "FUNCTION": 3 if stack else 1}
-            del more["TOP_K"]
-            CASES.append(("_expert_in_kernel", IN | more, types))
-        else:
-            more = own | {"ROWS": 8, "HIDDEN": 256}
-            CASES.append(("_expert_out_kernel", OUT | more, types | {"out": "*fp32"}))
-GROUP = {
-    "ALIGN": 16, "BATCH": 5, "TOKENS": 16, "KS": 8, "ROWS": 32, "BLOCK": 128, "BIAS": False,
-    "TRANSPOSED": False, "WIDEN": False,
-}  # fmt: skip
-for turned in (False, True):
-    group = GROUP | {"BIAS": turned, "TRANSPOSED": turned}
-    own = {"FUNCTION": 3 if turned else 1, "GATED": True, "REQUEST": 4, "ON_GPU": True}
-    CASES.append(("_group_in_kernel", group | own, FLAGS))
-    CASES.append(("_group_out_kernel", group, {"parts": "*fp32"}))
+    own = {"PACKING": packed.packing, "BIAS": stack}
+    into = own | {"FUNCTION": 3 if stack else 1}
+    types = [
+        {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS
+        for views in ((*packed.w_in, packed.biases), (*packed.w_out, packed.biases))
+    ]
+    w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
+    CASES += [
+        ("_expert_in_kernel", IN | into | {"ROWS": 8, "BLOCK": 64}, w_in),
+        (
+            "_expert_out_kernel",
+            OUT | own | {"HIDDEN": 256, "ROWS": 4, "BLOCK": 64},
+            w_out | {"out": "*fp32"},
+        ),
+    ]
+    if form != "mxfp8":
+        CASES += [
+            ("_group_in_kernel", GROUP_IN | into | {"BLOCK": 16}, w_in),
+            ("_group_out_kernel", GROUP | own | {"BLOCK": 16}, w_out | {"parts": "*fp32"}),
+        ]
+DIVIDE = {"PAIRS": 64, "TOKENS": 16, "REQUEST": 4, "ON_GPU": True}
+CASES.append(("_divide_kernel", DIVIDE, FLAGS | GROUPS))
 ROWS = {"y": "*fp32", "host": "*fp32"}
 CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FLAGS | ROWS))
-CASES.append(("_sum_kernel", {"KS": 8, "BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
+CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "words", "reach",
+    "top_k", "n_slots", "n_pairs", "words", "reach",
 }  # fmt: skip
 
 

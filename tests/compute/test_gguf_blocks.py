@@ -1,15 +1,17 @@
 """Weights of blocks of GGUF are those of the package gguf, bit for bit."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.compute.gguf_blocks import SCHEMES, take_apart
+from overspill.compute.gguf_blocks import SCHEMES, _empty_parts, take_apart, take_apart_torch
+from overspill.compute.gguf_kernel import take_apart_native, unpack_k_native
 from overspill.compute.packed_matrix import BadPart, PackedMatrix
-
-gguf = pytest.importorskip("gguf")
+from overspill.compute.record_format import stored_parts
+from overspill.core.packing import Kind
 
 FACTORS = {"MXFP4": (), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the factors of a block are in float16; at the beginning, if it is not said."""
@@ -44,6 +46,33 @@ def test_all_codes_and_all_finite_factors(kind: str, rows: int, n_blocks: int, s
     # plus zero: gguf loses the sign of a negative zero of MXFP4
     found = (unpack(kind, flat, n_blocks * weights) + 0.0).numpy()
     assert np.array_equal(found.view(np.int32), (expected + 0.0).view(np.int32))
+
+
+@pytest.mark.parametrize("isa", [0, -1])
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_the_library_does_what_torch_does(kind: str, isa: int) -> None:
+    weights, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = np.random.default_rng(0).integers(0, 256, (3, 70, nbytes), dtype=np.uint8)
+    for at in FACTORS.get(kind, (0,)):
+        blocks[..., at + 1] &= 0xBB  # finite
+    expected = take_apart_torch(kind, torch.from_numpy(blocks))
+    found = _empty_parts(kind, 3, 70)
+    planes = found.codes, found.high, found.scales, found.zeros, found.factor
+    number = list(SCHEMES).index(kind)
+    if not take_apart_native(number, torch.from_numpy(blocks), 210, planes, isa):
+        pytest.skip("there is no compiler")
+    mine, theirs = stored_parts(found), stored_parts(expected)
+    assert mine.keys() == theirs.keys()
+    for field, part in mine.items():
+        assert (part.dtype, part.shape) == (theirs[field].dtype, theirs[field].shape)
+        assert torch.equal(part.view(torch.uint8), theirs[field].view(torch.uint8)), field
+    if SCHEMES[kind].kind is Kind.K_QUANT:
+        matrix = PackedMatrix(SCHEMES[kind], 3, 70 * weights)
+        for dtype in (torch.float32, torch.bfloat16):
+            plain, out = torch.empty(matrix.shape, dtype=dtype), torch.empty(matrix.shape).to(dtype)
+            matrix._unpack_torch(expected, plain)
+            assert unpack_k_native(matrix.scheme.bits, planes, out, 3, isa)
+            assert torch.equal(out, plain)
 
 
 @pytest.mark.parametrize("kind", SCHEMES)

@@ -7,7 +7,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation, Differentiated, Function, Fused, clamped_gate
 from overspill.compute.misses import MissRunner
+from overspill.compute.record_format import MixedFormat, RecordFormat
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
 from overspill.transfer.driver import await_signal, signal
 from overspill.transfer.mapped import on_device
 from tests.compute.groups import BF16, FP32, TOLERANCE, every_dtype, needs_native
+from tests.compute.packed import Packed, make_experts
 from tests.pairs import all_pairs
 from tests.waiting import wait_until
 
@@ -55,17 +58,23 @@ class Model:
         sync: WorkerSync | None = None,
         pinned: bool = False,
         activation: Activation | None = None,
+        packed: Sequence[Packed] = (),
     ) -> None:
+        """`packed` are the experts of each layer, if they are packed."""
         generator = torch.Generator().manual_seed(0)
         records = 0.1 * torch.randn(LAYERS, EXPERTS, shape.numel, generator=generator)
-        self.shape, self.records = shape, records.to(dtype)
+        self.shape, self.dtype, self.records = shape, dtype, records.to(dtype)
+        self.stored: Sequence[Tensor] = self.records
+        if packed:
+            self.records = torch.stack([layer.plain for layer in packed])
+            self.stored = [layer.records for layer in packed]
+        format = MixedFormat(tuple(layer.format for layer in packed)) if packed else None
         self.activation = activation or Fused(shape.gated)
         sizes = LAYERS, EXPERTS, ROWS, TOP_K
-        self.runner = MissRunner(
-            shape, dtype, *sizes, threads, pinned, inject, sync, self.activation
-        )
+        others = pinned, inject, sync, self.activation, None, format
+        self.runner = MissRunner(shape, dtype, *sizes, threads, *others)
         self.buffers = self.runner.host
-        for layer, layer_records in enumerate(self.records):
+        for layer, layer_records in enumerate(self.stored):
             self.runner.set_records(layer, [record.data_ptr() for record in layer_records])
 
     def send(self, layer: int, x: Tensor, pairs: Pairs) -> None:
@@ -128,7 +137,7 @@ class Model:
     def batch(self, rows: int, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         x = self.scale * torch.randn(rows, self.shape.d_model, generator=generator)
-        return x.to(self.records.dtype)
+        return x.to(self.dtype)
 
 
 @pytest.fixture
@@ -194,6 +203,37 @@ def test_results_equal_the_reference(
     rows, pairs = CASES[case]
     for layer in range(LAYERS):
         model.check(layer, model.batch(rows, layer), pairs)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "dtype"),
+    [
+        (("mxfp4", "fp8-block", "int4-zeros"), "gated", FP32),
+        (("mxfp4", "nvfp4", "mxfp8"), "gated", BF16),
+        (("mxfp4-stack",) * LAYERS, "gpt_oss", BF16),
+    ],
+)
+def test_packed_experts_equal_the_reference(
+    models: Callable[..., Model], names: tuple[str, ...], kind: str, dtype: torch.dtype
+) -> None:
+    """Every layer may be packed in another way."""
+    torch.manual_seed(0)
+    shape, activation = SHAPES[kind]
+    split = kind != "gpt_oss"
+    layers = [make_experts(name, shape, EXPERTS, split) for name in names]
+    model = models(shape, dtype, 3, activation=activation, packed=layers)
+    for rows, pairs in CASES.values():
+        for layer in range(LAYERS):
+            model.check(layer, model.batch(rows, layer), pairs)
+    model.runner.check()
+
+
+def test_records_that_the_kernel_does_not_read_are_refused() -> None:
+    packed = make_experts("int8", SHAPE, 1)
+    piece = packed.format.pieces[-1]
+    plain = RecordFormat(SHAPE, (*packed.format.pieces[:-1], replace(piece, matrix=None)))
+    with pytest.raises(ConfigError, match="missing experts: records that are packed in a way"):
+        MissRunner(SHAPE, FP32, 1, 1, 1, 1, 1, False, format=plain)
 
 
 KINDS: list[list[Any]] = [

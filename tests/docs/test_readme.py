@@ -231,6 +231,7 @@ def test_all_flags_of_training_commands_exist(capsys: pytest.CaptureFixture[str]
         "docs/finetuning.md",
         "docs/multi-gpu.md",
         "docs/pre-gates.md",
+        "docs/quantized.md",
     ],
 )
 def test_the_tables_match_the_records(page: str) -> None:

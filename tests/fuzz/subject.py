@@ -57,6 +57,8 @@ class Subject(Side):
         if case.mode == "disk":
             options.update(host_slots=case.host_slots, disk=folder / "spill")
         settings = dict(case.settings, inject=faults.inject)
+        if case.n_experts % 2:
+            settings["popularity"] = "learned"
         if case.on_cpu:
             policy = random_policy(case.n_experts)
             settings.update(cpu_experts=True, cpu_training=True, cpu_policy=policy)

@@ -456,7 +456,7 @@ def test_checkpoints_are_byte_identical(tmp_path: Path) -> None:
 # -- failures and lifetime --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [1, 3, 9, 13])
+@pytest.mark.parametrize("at", slow_rows([1, 3, 9, 13], 0, 2))
 def test_a_copy_that_fails_raises_and_the_model_goes_on(at: int, tmp_path: Path) -> None:
     """In a forward, and in a backward."""
     left = 0

@@ -87,8 +87,8 @@ def train(model: Any, loss_of: Callable[[Any, int], Tensor], steps: int = 2) -> 
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        ("gpt", "host"),
         ("checkpointed", "disk"),
+        pytest.param("gpt", "host", marks=pytest.mark.slow),
         pytest.param("gpt", "disk", marks=pytest.mark.slow),
         pytest.param("mixtral", "host", marks=pytest.mark.slow),
     ],

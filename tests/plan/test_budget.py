@@ -158,6 +158,15 @@ def test_those_that_neither_holds_are_on_disk_with_room_for_the_others() -> None
     assert placement.spare_records == placement.homes
 
 
+def test_slots_hold_the_stage_that_computes_and_the_next_one() -> None:
+    """At least three layers, and at most a quarter of the budget."""
+    request = BudgetRequest(40 * GIB, 200 * GIB, mode="host")
+    slots = [place(replace(MOE_L_24, stage_layers=n), request).slots for n in (0, 1, 3, 4)]
+    assert slots == [3 * 24, 3 * 24, 6 * 24, 8 * 24]
+    most = place(replace(MOE_L_24, stage_layers=12), request).slots
+    assert 8 * 24 < most <= 40 * GIB // 4 // (36 * MIB)
+
+
 @pytest.mark.parametrize("given", [{"mode": "host"}, {"slots": 8}, {"gpu_experts": 0}])
 def test_experts_stay_where_the_user_wants_them(given: dict[str, object]) -> None:
     request = BudgetRequest(40 * GIB, 200 * GIB, residency=True)

@@ -55,7 +55,7 @@ def cached(plain: Any, llm: LLM, prompts: Sequence[Sequence[int]], n: int = 3) -
     return [result.cached_tokens for result in results]
 
 
-@pytest.mark.parametrize("name", slow_names(SHARED, *{*SHARED} - {"qwen3_next", "nemotron_h"}))
+@pytest.mark.parametrize("name", slow_names(SHARED, *{*SHARED} - {"nemotron_h"}))
 def test_answers_after_a_shared_beginning_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:

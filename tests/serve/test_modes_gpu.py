@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import overspill
 from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
+from overspill.moe.predictor import Observer
 from tests.models.huggingface.families import make_model
 from tests.moe.oracle import delays
 from tests.serve.models import family
@@ -38,11 +40,13 @@ def check(
     slots: int | None,
     migrate: str = "auto",
     policy: str = "lfu",
+    predictor: str | None = None,
     **given: Any,
 ) -> None:
     """Serves a model in the mode `served`; `given` are budgets."""
     expected = [tokens_of(plain, prompt, 12) for prompt in PROMPTS]
     flags: dict[str, Any] = {"mode": served, "migrate": migrate, "cache_policy": policy}
+    flags["predictor"] = predictor
     with (
         offloaded(plain, "none", **given) as model,
         overspill.LLM(model, context=64, max_batch=16, slots=slots, **flags) as llm,
@@ -87,6 +91,61 @@ def test_who_takes_experts_and_which_leave_changes_no_token(
     mode: str, migrate: str, level: int, slots: int, policy: str
 ) -> None:
     check(deep(level), mode, slots, migrate, policy)
+
+
+@pytest.fixture
+def learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+    """Learns from every step; the inputs of the gates in each."""
+    monkeypatch.setattr("overspill.models.predictor.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("overspill.plan.popularity.LearningPace.allows", lambda *_: True)
+    found: list[list[Tensor]] = []
+    learn = Observer.observe_step
+
+    def noted(own: Observer, first: int, x_LBD: Any, ids_LBK: Tensor) -> None:
+        found.append([x.clone() for x in x_LBD])
+        learn(own, first, x_LBD, ids_LBK)
+
+    monkeypatch.setattr(Observer, "observe_step", noted)
+    return found
+
+
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize("migrate", ["cpu", "copy"])
+@pytest.mark.parametrize("name", ["gpt", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_a_predictor_that_learns_changes_no_token(name: str, migrate: str) -> None:
+    """The last one is computed by its modules."""
+    plain = deep(0) if name == "gpt" else make_model(family(name)).eval().to("cuda")
+    check(plain, "lookahead", 3, migrate, predictor="learned")
+
+
+@pytest.mark.usefixtures("learning")
+def test_a_predictor_that_learns_reads_experts_from_disk_ahead(tmp_path: Path) -> None:
+    given = {"mode": "disk", "host_slots": 40, "disk": tmp_path / "experts"}
+    check(deep(0), "lookahead", 0, predictor="learned", **given)
+
+
+def test_captured_steps_keep_the_inputs_of_gates_for_the_predictor(
+    learning: list[list[Tensor]],
+) -> None:
+    plain, prompt = deep(0), PROMPTS[0]
+    with (
+        offloaded(plain, "none") as model,
+        overspill.LLM(
+            model, context=64, max_batch=2, slots=3, mode="lookahead", predictor="learned"
+        ) as llm,
+    ):
+        tokens = [*prompt, *llm.generate(prompt, GREEDY)[0].token_ids]
+        told = llm.stats()
+    assert told["predictor_learned_tokens"] > len(prompt)
+    seen: list[Tensor] = []
+    for layer in plain.moe_layers():
+        layer.router.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    with torch.no_grad():
+        plain(torch.tensor([tokens], device="cuda"))
+    assert len(learning) >= 8
+    for number, inputs in enumerate(learning[:8], start=len(prompt)):
+        for x_BD, expected in zip(inputs, seen, strict=True):
+            torch.testing.assert_close(x_BD[0], expected[number], rtol=1e-3, atol=1e-3)
 
 
 def test_copies_to_the_gpu_of_experts_on_disk_are_refused(tmp_path: Path) -> None:

@@ -23,13 +23,16 @@ from tests.serve.seq2seq import (
     plain_model,
     pregated,
 )
+from tests.slow import slow_rows
 
 GREEDY = SamplingParams(max_tokens=N_NEW, temperature=0.0, ignore_eos=True)
 FIXED = Settings(fix_nllb_routing=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("place", ["gpu", "host", "disk"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    slow_rows([(n, place) for place in ("gpu", "host", "disk") for n in FAMILIES], 0, 3, 4),
+)
 def test_answers_are_those_of_transformers(name: str, place: str, tmp_path: Path) -> None:
     """Alone and together, with sources of one token and longer than a batch's limit."""
     with offloaded(plain_model(name), place, tmp_path) as model:
@@ -44,7 +47,7 @@ def test_answers_are_those_of_transformers(name: str, place: str, tmp_path: Path
         assert plain_answer(model, SOURCES[0]) == expected(name)[0]  # as before, outside of it
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_rows(FAMILIES, 0))
 def test_a_request_that_gave_its_blocks_back_is_computed_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,8 +108,9 @@ def test_a_checkpoint(name: str, tmp_path: Path) -> None:
         llm.generate([list(range(5, 38))], GREEDY)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "level"), slow_rows([(name, level) for level in (1, 2) for name in FAMILIES], 1, 2)
+)
 def test_pregates(name: str, level: int, tmp_path: Path) -> None:
     plain = pregated(name, level)
     answers = [plain_answer(plain, source) for source in SOURCES]

@@ -27,6 +27,7 @@ from tests.serve.models import (
     served,
     tokens_of,
 )
+from tests.slow import slow_rows
 
 LONG = SamplingParams(max_tokens=12, ignore_eos=True)
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def changed(model: Any, seed: int = 7) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("mixtral", "host"), ("mixtral", "gpu"), ("jamba", "host")]
+    ("name", "mode"), slow_rows([("mixtral", "host"), ("mixtral", "gpu"), ("jamba", "host")], 1)
 )
 def test_answers_after_load_state_dict_are_those_of_the_new_weights(
     name: str, mode: str, tmp_path: Path
@@ -140,7 +141,7 @@ MODES = [("mixtral", "host", 1e9), ("mixtral", "gpu", 0.1), ("gpt", "disk", 0.1)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("name", "mode", "norm"), MODES)
+@pytest.mark.parametrize(("name", "mode", "norm"), slow_rows(MODES, 1))
 def test_a_model_is_sampled_between_training_steps(
     name: str, mode: str, norm: float, device: str, tmp_path: Path
 ) -> None:

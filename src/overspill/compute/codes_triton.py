@@ -186,11 +186,20 @@ def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRI
         value -= load_zeros(zeros, row, group, inside, MATRIX)
     elif MATRIX.zero > 0:
         value -= MATRIX.zero
+    return value * exact_scales(scales, factors, row, group, inside, MATRIX)
+
+
+@triton.jit
+def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
+    """The scales of some rows and groups with the factor of all scales, rounded once."""
     scale = load_scales(scales, row, group, inside, MATRIX)
     if MATRIX.factor >= 0:
         factor = tl.load(factors + MATRIX.factor).to(tl.float32)
-        scale = tl.div_rn(scale, factor) if MATRIX.divides else scale * factor
-    return value * scale
+        if MATRIX.divides:
+            scale = tl.div_rn(scale, factor)
+        else:
+            scale = scale * factor
+    return scale
 
 
 @triton.jit
@@ -222,6 +231,17 @@ def input_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
         return 18446744073709551616.0  # 2**64
     else:
         return 1.0 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))
+
+
+@triton.jit
+def value_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """All that a code of a word lacks."""
+    if MATRIX.code == _E2M1:
+        return 8.507059173023462e37  # 2**126
+    elif MATRIX.code == _E4M3:
+        return 1.329227995784916e36  # 2**120
+    else:
+        return input_factor(PLACE, MATRIX)
 
 
 @triton.jit

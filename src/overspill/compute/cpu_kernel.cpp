@@ -100,8 +100,9 @@ int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number,
 
 // `inject` as above; the others as in MissRunner.
 MissRunner* overspill_misses_new(const GroupArgs* args, const MissMemory* memory,
-                                 const MissSizes* sizes, void (*inject)(), Fetch fetch) {
-    return new MissRunner(*args, *memory, *sizes, inject, fetch);
+                                 const MissSizes* sizes, const PackedExpert* const* formats,
+                                 void (*inject)(), Fetch fetch) {
+    return new MissRunner(*args, *memory, *sizes, formats, inject, fetch);
 }
 
 void overspill_misses_close(MissRunner* runner) { runner->close(); }

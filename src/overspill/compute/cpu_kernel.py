@@ -84,16 +84,22 @@ def cpu_isa() -> str | None:
 
 
 def why_unsupported(
-    dtype: torch.dtype, shape: ExpertShape, activation: Activation | None, decoding: bool = False
+    dtype: torch.dtype,
+    shape: ExpertShape,
+    activation: Activation | None,
+    decoding: bool = False,
+    formats: Sequence[PackedRecords] = (),
 ) -> str | None:
     """Why the kernel does not compute such experts; None if it does. In a decoding step it computes
-    more of them: `MissRunner`."""
+    more of them: `MissRunner`. `formats` are those of packed records."""
     if cpu_library() is None:
         return "no C++ compiler"
     form = form_of(activation, shape.gated)
     reasons = [] if dtype in _MAX_ROWS else [str(dtype)]
     if shape.transposed and not decoding:
         reasons.append("transposed weights")
+    if any(format.native is None for format in formats):
+        reasons.append("records that are packed in a way that it does not read")
     if form is None or (form.function is Function.CLAMPED and not decoding):
         assert activation is not None
         others = " or that of GPT-OSS" if decoding else ""
@@ -254,6 +260,12 @@ def group_args(
     return args
 
 
+def native_formats(formats: Sequence[PackedRecords]) -> "ctypes.Array[ctypes.c_void_p] | None":
+    """The addresses of the descriptions of records, valid as long as the formats; None for none."""
+    addresses = [ctypes.addressof(_native(format)) for format in formats]
+    return (ctypes.c_void_p * len(addresses))(*addresses) if addresses else None
+
+
 def _native(format: PackedRecords) -> ctypes.Structure:
     assert format.native is not None
     return format.native
@@ -287,7 +299,7 @@ def cpu_library() -> ctypes.CDLL | None:
         "runner_close": (None, [pointer]),
         "runner_free": (None, [pointer]),
         "runner_submit": (None, [pointer, args, pointer, pointer, number, times, pointer]),
-        "misses_new": (pointer, [args, pointer, pointer, pointer, pointer]),
+        "misses_new": (pointer, [args, *[pointer] * 5]),
         "misses_close": (None, [pointer]),
         "misses_free": (None, [pointer]),
         "misses_set_records": (None, [pointer, ctypes.c_int64, pointer]),

@@ -78,13 +78,15 @@ constexpr int64_t LOOK_NS = 50000;  // between two looks at what is announced, w
 
 class MissRunner {
   public:
-    // `args` has the sizes of an expert, the type of its weights and the number of threads.
-    // `inject` as in Request. With `fetch`, it gives the records instead of `set_records`.
+    // `args` has the sizes of an expert, the type of its weights and the number of threads;
+    // `formats` are those of each layer's records, if they are packed. `inject` as in Request. With
+    // `fetch`, it gives the records instead of `set_records`.
     MissRunner(const GroupArgs& args, const MissMemory& memory, const MissSizes& sizes,
-               void (*inject)(), Fetch fetch)
+               const PackedExpert* const* formats, void (*inject)(), Fetch fetch)
         : args(args),
           memory(memory),
           sizes(sizes),
+          formats(formats),
           fetch(fetch),
           records(sizes.layers * sizes.experts) {
         const int64_t pairs = sizes.rows * sizes.top_k;
@@ -469,6 +471,7 @@ class MissRunner {
 
     // Orders the pairs by expert: sets the experts of `args` and the position of each pair.
     void group_pairs(int64_t layer, int64_t pairs) {
+        args.format = formats ? formats[layer] : nullptr;
         args.count = 0;
         for (int64_t i = 0; i < pairs; ++i) {
             int32_t& own = place[missing[i].expert];
@@ -514,6 +517,7 @@ class MissRunner {
     GroupArgs args;
     const MissMemory memory;
     const MissSizes sizes;
+    const PackedExpert* const* const formats;  // by layer; null: records are plain
     const Fetch fetch;
     std::vector<std::atomic<const void*>> records;  // [layers, experts]
     int64_t row_bytes;

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from overspill.compute.gguf_kernel import take_apart_native
 from overspill.compute.packed_matrix import Parts
 from overspill.core.packing import Kind, Scheme
 
@@ -28,7 +29,41 @@ _SIZES = {"Q8_0": 34, "Q4_0": 18, "IQ4_NL": 18, "MXFP4": 17, "Q4_K": 144, "Q5_K"
 def take_apart(kind: str, rows: Tensor) -> Parts:
     """The parts of a weight from its stored bytes [N, bytes of a row]."""
     blocks = rows.view(len(rows), -1, _SIZES[kind])  # N rows of B blocks
+    if rows.device.type == "cpu":
+        parts = _empty_parts(kind, len(rows), blocks.shape[1])
+        planes = parts.codes, parts.high, parts.scales, parts.zeros, parts.factor
+        count = blocks.shape[0] * blocks.shape[1]
+        if take_apart_native(list(SCHEMES).index(kind), blocks.contiguous(), count, planes):
+            return parts
+    return take_apart_torch(kind, blocks)
+
+
+def take_apart_torch(kind: str, blocks: Tensor) -> Parts:
+    """The parts of a weight from its blocks [N, B, bytes]."""
     return _TAKE_APART[kind](blocks)
+
+
+def _empty_parts(kind: str, rows: int, n_blocks: int) -> Parts:
+    """Memory for the parts of so many blocks in each row."""
+
+    def empty(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(rows, count * n_blocks, dtype=dtype)
+
+    match kind:
+        case "Q8_0":
+            return Parts(empty(32, torch.int8), empty(1, torch.float16))
+        case "Q4_0":
+            return Parts(empty(4, torch.int32), empty(1, torch.float16))
+        case "IQ4_NL":
+            return Parts(empty(16), empty(1, torch.float16))
+        case "MXFP4":
+            return Parts(empty(16), empty(1))
+        case "Q6_K":
+            factors = empty(1, torch.float16).view(rows, n_blocks, 1)
+            return Parts(empty(128), empty(16, torch.int8), factors, high=empty(64))
+    factors = empty(2, torch.float16).view(rows, n_blocks, 2)
+    high = empty(32) if kind == "Q5_K" else None
+    return Parts(empty(128), empty(8), factors, empty(8), high=high)
 
 
 def _q8_0(blocks: Tensor) -> Parts:

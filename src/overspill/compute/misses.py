@@ -21,12 +21,18 @@ import torch
 from torch import Tensor
 
 from overspill.compute.activation import Activation, form_of
-from overspill.compute.cpu_kernel import group_args, loaded_library, why_unsupported
+from overspill.compute.cpu_kernel import (
+    group_args,
+    loaded_library,
+    native_formats,
+    why_unsupported,
+)
+from overspill.compute.record_format import layer_formats
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
 from overspill.core.garbage import pause_collection, resume_collection
 from overspill.core.sizes import round_up
-from overspill.tiers.layout import ALIGN, RecordLayout
+from overspill.tiers.layout import ALIGN, RecordLayout, WeightFormat
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
@@ -141,10 +147,13 @@ class MissRunner:
         sync: WorkerSync | None = None,
         activation: Activation | None = None,
         source: RecordSource | None = None,
+        format: WeightFormat | None = None,
     ) -> None:
         """`threads` includes the runner's own. `check` also raises failures of `sync`, and of
-        `source`, which is asked for the records of each request instead of `set_records`."""
-        reason = why_unsupported(dtype, shape, activation, decoding=True)
+        `source`, which is asked for the records of each request instead of `set_records`. `format`
+        is that of packed records."""
+        self._formats = layer_formats(format, n_layers)
+        reason = why_unsupported(dtype, shape, activation, True, self._formats)
         if reason is not None:
             raise ConfigError(f"the CPU cannot compute missing experts: {reason}")
         self._process = os.getpid()
@@ -182,12 +191,16 @@ class MissRunner:
         self._fetch = None if source is None else _FETCH(partial(_fetch, source, self._failures))
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-        record = RecordLayout(shape, dtype).weight_bytes
+        record = RecordLayout(shape, dtype, format=format).weight_bytes
         sizes = (ctypes.c_int64 * 6)(n_layers, n_experts, max_rows, top_k, record, SPIN_NS)
         form = form_of(activation, shape.gated)
-        args = group_args(self.host.x_RD, self.host.x_RD, [], shape, threads, form=form)
+        like = self._formats[0] if self._formats else None
+        rows = self.host.x_RD, self.host.x_RD
+        args = group_args(*rows, [], shape, threads, form=form, format=like)
+        self._natives = native_formats(self._formats)
         callbacks = self._callback, self._fetch
-        self._handle = self._library.overspill_misses_new(args, addresses, sizes, *callbacks)
+        others = self._natives, *callbacks
+        self._handle = self._library.overspill_misses_new(args, addresses, sizes, *others)
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from overspill.compute.formats import (
     unpack_integers,
     unpack_nibbles,
 )
+from overspill.compute.gguf_kernel import unpack_k_native
 from overspill.compute.packed_kernel import Plane, packed_args, repack_awq, unpack_rows
 from overspill.core.packing import Kind, Scheme
 
@@ -107,6 +108,9 @@ class PackedMatrix:
         """Whether the C++ library has filled `out`."""
         if out.device.type != "cpu":
             return False
+        if self.scheme.kind is Kind.K_QUANT:
+            own = parts.codes, parts.high, parts.scales, parts.zeros, parts.factor
+            return unpack_k_native(self.scheme.bits, own, out, threads)
         named = ((field.name, getattr(parts, field.name)) for field in fields(parts))
         tensors = {name: part.contiguous() for name, part in named if part is not None}
         planes = {name: Plane(part.data_ptr(), part.dtype) for name, part in tensors.items()}

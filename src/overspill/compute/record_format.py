@@ -13,6 +13,7 @@ from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.native import has_triton
+from overspill.tiers.layout import WeightFormat
 
 CODES = "codes"
 _DESCRIBE = ("indices", "size")
@@ -154,6 +155,14 @@ class MixedFormat:
 
     def of_layer(self, layer: int) -> RecordFormat:
         return self.layers[layer]
+
+
+def layer_formats(format: WeightFormat | None, n_layers: int) -> list[RecordFormat]:
+    """The formats of the packed records of all layers; none if records are plain."""
+    if format is None:
+        return []
+    assert isinstance(format, RecordFormat | MixedFormat)
+    return [format.of_layer(layer) for layer in range(n_layers)]
 
 
 class FormatBuilder:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute import codes_triton
+from overspill.compute import codes_triton, unpack_gguf_triton
 from overspill.compute.codes_triton import load_values, matrix_of, planes_of
 from overspill.compute.launch_triton import Launch
 from overspill.compute.record_format import RecordFormat
@@ -20,7 +20,10 @@ _TILE = 32, 128
 def is_supported(format: RecordFormat) -> bool:
     """Whether kernels can read all pieces."""
     packed = (piece.matrix for piece in format.pieces if piece.matrix is not None)
-    return all(codes_triton.is_supported(matrix) for matrix in packed)
+    return all(
+        codes_triton.is_supported(matrix) or unpack_gguf_triton.is_supported(matrix)
+        for matrix in packed
+    )
 
 
 def unpack(format: RecordFormat, records: Tensor, out: Tensor, ends: Tensor) -> None:
@@ -31,9 +34,12 @@ def unpack(format: RecordFormat, records: Tensor, out: Tensor, ends: Tensor) -> 
         if piece.matrix is None:
             format.copy_plain(piece, records, out)
             continue
-        matrix = matrix_of(piece)
         width = shape.sizes[piece.tensor][-1]
         start = shape.starts[piece.tensor] + piece.begin * width
+        if unpack_gguf_triton.is_supported(piece.matrix):
+            unpack_gguf_triton.unpack_piece(piece, records, out, ends, start, _TILE)
+            continue
+        matrix = matrix_of(piece)
         tiles = triton.cdiv(matrix.rows, _TILE[0]) * triton.cdiv(matrix.columns, _TILE[1])
         tensors = *planes_of(piece, records), out, ends
         constants = matrix, start, piece.matrix.is_transposed, *_TILE

@@ -108,6 +108,7 @@ def _sizes(
         training,
         buffer_bytes(blocks, training),
         frozen=frozen,
+        stage_layers=max((len(stage.layers) for stage in part.layers.stages), default=0),
     )
 
 

@@ -32,6 +32,7 @@ class ModelSizes:
     dense_buffers: int = 0  # GPU memory for the dense part if its weights are in host memory
     dense_on_host: str = "dense optimizer states"  # what `dense_states` are
     frozen: bool = False  # no expert is trained
+    stage_layers: int = 0  # MoE layers of the largest pipeline stage; 0: the model has no stages
 
     @property
     def experts(self) -> int:
@@ -333,9 +334,11 @@ def _slots(model: ModelSizes, request: BudgetRequest, free: int) -> int:
                 f"slots={request.slots} is too few: one expert computes while another loads; give 2"
             )
         return min(request.slots, model.experts)
-    # the link cannot use more than three layers ahead; the rest of the budget is for activations
+    # the link cannot use more than three layers ahead, or with stages more than the stage that
+    # computes and the next one; the rest of the budget is for activations
+    layers = max(3, 2 * model.stage_layers)
     fitting = int(0.25 * free) // model.weight_record
-    return max(2, min(fitting, 3 * model.n_experts, model.experts))
+    return max(2, min(fitting, layers * model.n_experts, model.experts))
 
 
 def _host_slots(model: ModelSizes, request: BudgetRequest, ring: int, slot_bytes: int) -> int:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 SHARE = 0.01
 """Of the time of prompts and steps, for learning."""
-_LONGEST_GAP = 0.25
-"""Seconds between two passes that count as time of passes; the rest of a longer gap is idle."""
+_LONGEST_GAP = 5.0
+"""Seconds between two forwards that count as their time; the rest of a longer gap is idle."""
 _FIRST_AFTER = 0.1
 """Seconds of passes before the first learning, whose time is not known."""
 _RETRY = 8

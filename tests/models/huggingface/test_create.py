@@ -12,6 +12,7 @@ import overspill
 from overspill.core.errors import ConfigError, DiskError
 from overspill.models.huggingface.create import create
 from tests.models.huggingface.oracle import budgets
+from tests.slow import slow_rows
 
 SWITCH: dict[str, Any] = {"layers": 2, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
 NLLB: dict[str, Any] = {
@@ -33,7 +34,7 @@ def _config(name: str, fields: dict[str, Any]) -> Any:
     return overspill.preset_config(name, vocab_size=300, **fields)
 
 
-@pytest.mark.parametrize(("name", "fields", "auto"), TINY)
+@pytest.mark.parametrize(("name", "fields", "auto"), slow_rows(TINY, 0, 2))
 def test_a_created_checkpoint_is_the_model_of_its_seed(
     name: str, fields: dict[str, Any], auto: str, tmp_path: Path
 ) -> None:

@@ -94,13 +94,16 @@ def with_naive_experts(model: Any, fixed: bool = False) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "mode", "checkpoint", "batches", "activations"),
-    [
-        ("switch_transformers", "host", None, 2, "recompute"),
-        ("switch_transformers", "disk", False, 1, "recompute"),
-        ("switch_transformers", "gpu", True, 1, "recompute"),
-        ("nllb-moe", "disk", False, 2, "recompute"),
-        ("nllb-moe", "host", None, 1, "keep"),
-    ],
+    slow_rows(
+        [
+            ("switch_transformers", "host", None, 2, "recompute"),
+            ("switch_transformers", "disk", False, 1, "recompute"),
+            ("switch_transformers", "gpu", True, 1, "recompute"),
+            ("nllb-moe", "disk", False, 2, "recompute"),
+            ("nllb-moe", "host", None, 1, "keep"),
+        ],
+        1,
+    ),
 )
 def test_training_with_dropout_follows_plain_transformers(
     name: str, mode: str, checkpoint: bool | None, batches: int, activations: str, tmp_path: Path

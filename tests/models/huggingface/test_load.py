@@ -83,7 +83,11 @@ def check(family: Family, stacked: bool, folder: Path) -> None:
     assert_same_tensors(folder / "theirs", folder / "b")
 
 
-@pytest.mark.parametrize("family", different_cases(SUPPORTED))
+# those named have other mixers, which are not converted
+MIXERS = ("granitemoehybrid", "jamba", "lfm2_moe", "minimax", "mistral4", "qwen3_next", "zaya")
+
+
+@pytest.mark.parametrize("family", different_cases(SUPPORTED, *MIXERS))
 def test_load_and_save_give_the_same_bits(family: Family, tmp_path: Path) -> None:
     check(family, False, tmp_path)
 

@@ -36,7 +36,7 @@ from tests.slow import slow_rows
             ("qwen3_moe", 1), ("gpt_oss", 1), ("switch_transformers", 2), ("nllb-moe", 3),
             ("jamba", 1), ("afmoe", 1),
         ],
-        1, 5,
+        1, 2, 5,
     ),
 )  # fmt: skip
 def test_both_models_are_loaded_again(name: str, level: int, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_another_data_type(saved: Path, tmp_path: Path) -> None:
                 assert torch.equal(tensor.float(), theirs[f"pregate.{name}"].bfloat16().float())
 
 
-@pytest.mark.parametrize("name", ["switch_transformers", "nllb-moe"])
+@pytest.mark.parametrize("name", slow_rows(["switch_transformers", "nllb-moe"], 0))
 def test_routers_that_are_trained_in_float32_are_loaded_with_the_same_bits(
     name: str, tmp_path: Path
 ) -> None:

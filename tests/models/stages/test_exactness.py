@@ -86,7 +86,7 @@ def test_stages_follow_plain_training(
 
 @pytest.mark.parametrize(
     ("clip", "frozen", "checkpointing"),
-    [(None, "nothing", False), (0.1, "nothing", True), (None, "experts", False)],
+    slow_rows([(None, "nothing", False), (0.1, "nothing", True), (None, "experts", False)], 0),
 )
 def test_any_split_between_cpu_and_device_in_stages(
     mixtral: Any, clip: float | None, frozen: str, checkpointing: bool, tmp_path: Path

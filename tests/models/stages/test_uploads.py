@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 import overspill
+from overspill.models.config import GPTConfig
+from overspill.models.gpt import GPTMoE
 from tests.models.huggingface.families import EXPERTS, HIDDEN, make_model
 from tests.models.huggingface.oracle import ADAM
 from tests.models.stages.staged import BLOCKS, MIXTRAL, Batch, micro_batches
@@ -78,6 +81,26 @@ def test_an_expert_is_uploaded_at_most_once_per_stage_pass(
         counts = uploads_of_step(twin, overspill.Stages(twin, n_stages), 1.0, batches)
     assert sum(counts.values()) >= TOTAL  # the slots hold a part of them only
     assert max(counts.values()) <= 2, "once in forward and once in backward"
+    assert not warnings()
+
+
+def test_without_a_number_of_slots_two_stages_fit(warnings: Callable[[], list[str]]) -> None:
+    """Of six layers each, while without stages there are slots for three layers."""
+    config = GPTConfig(
+        vocab=48, n_layers=12, d_model=16, d_hidden=24, n_heads=2, n_experts=2, top_k=1
+    )
+    found = []
+    for n_stages in (None, 2, 6):
+        model: Any = GPTMoE(config)
+        given = {"mode": "host", "gpu_memory": "1GiB", "stages": n_stages}
+        overspill.offload(model, device="cpu", quiet=True, progress=False, **given)  # type: ignore[arg-type]
+        found.append(model.overspill.placement.slots)
+        if n_stages is not None:
+            tokens = torch.randint(48, (2, 9))
+            batches = [{"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}] * 2
+            overspill.Stages(model).backward(batches, overspill.AdamW(model, **ADAM))
+        model.overspill.close()
+    assert found == [3 * 2, 12 * 2, 2 * 2 * 2]
     assert not warnings()
 
 

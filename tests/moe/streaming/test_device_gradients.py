@@ -79,7 +79,7 @@ def test_sums_on_the_device_follow_plain_training(
 
 
 @pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", slow_rows([None, 0.5], 0))
 def test_sums_on_the_device_join_gradients_that_the_cpu_forms(
     clip: float | None, tmp_path: Path
 ) -> None:

@@ -21,10 +21,12 @@ from overspill.moe.predictor import Observer, Predictor
 from overspill.plan.popularity import LearningPace
 from overspill.serve.decode import host_experts, linked_experts
 from overspill.serve.decode.modes import Ahead
+from overspill.serve.decode.step import _Routing
+from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.decode.test_disk import CONFIG
-from tests.serve.models import PROMPTS, plain_model
+from tests.serve.models import PROMPTS, family, plain_model
 
 pytestmark = INTERPRETED
 
@@ -83,9 +85,8 @@ def observer_of(made: Decoding) -> Observer:
 @pytest.mark.parametrize(
     ("name", "n_prompts", "migrate"),
     [
-        ("gpt", 2, "cpu"),
-        ("gpt", 1, "copy"),
-        ("granitemoe", 1, "cpu"),  # its own modules
+        ("gpt", 1, "cpu"),
+        ("gpt", 2, "copy"),
         *(
             pytest.param(name, 1, migrate, marks=pytest.mark.slow)
             for name in ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "granitemoe")
@@ -96,7 +97,8 @@ def observer_of(made: Decoding) -> Observer:
 def test_named_experts_are_those_of_the_prediction(
     name: str, n_prompts: int, migrate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Naively: the largest logits of the learned map, for the inputs of the experts."""
+    """Granite computes with its own modules. Naively: the largest logits of the learned map, for
+    the inputs of the experts."""
     n_steps = 2 if name == "gpt" else 1
     plain = gpt(CONFIG) if name == "gpt" else copy.deepcopy(plain_model(name)[0])
     prompts = small(PROMPTS[:n_prompts]) if name == "gpt" else PROMPTS[:n_prompts]
@@ -129,6 +131,43 @@ def test_named_experts_are_those_of_the_prediction(
 
 def _copied(predictor: Predictor) -> tuple[Tensor, Tensor]:
     return predictor.weights[1].clone(), predictor.biases[1].clone()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", ["gpt", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_steps_teach_with_the_inputs_of_the_gates(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the plain model for the last token."""
+    plain = gpt(CONFIG) if name == "gpt" else copy.deepcopy(plain_model(name)[0])
+    learned: list[Any] = []
+    monkeypatch.setattr(Observer, "observe_step", lambda _, *args: learned.append(args))
+    with served(plain, tmp_path, small(PROMPTS[:1])) as made:
+        monkeypatch.setattr(made, "check", lambda _: None)
+        tokens = list(made.requests[0].tokens)
+        made.step()
+    seen: list[Tensor] = []
+    for path, module in plain.named_modules():
+        if path.endswith(("router", "mlp.gate")):
+            module.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    with torch.no_grad():
+        plain(torch.tensor([tokens]))
+    ((first, x_LBD, ids_LBK),) = learned
+    assert first == 0
+    assert len(x_LBD) == len(ids_LBK) == len(seen) > 1
+    for x_BD, expected in zip(x_LBD, seen, strict=True):
+        torch.testing.assert_close(x_BD[0], expected.view(-1, x_BD.shape[1])[-1])
+
+
+@pytest.mark.parametrize("kind", ["learned", "gates"])
+def test_nothing_is_named_where_it_would_not_be_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU does not load experts for several tokens: a step does not compute their names."""
+    monkeypatch.setattr(_Routing, "guess", _never)
+    with served(gpt(CONFIG), tmp_path, small(PROMPTS[:2]), predictor=kind) as made:
+        made.step()
+        assert made.runner.stats()["experts_on_cpu"] > 0
 
 
 def test_copied_gates_name_what_the_next_gate_would_choose(
@@ -251,7 +290,7 @@ def test_a_predictor_is_refused_where_it_is_not_used(tmp_path: Path) -> None:
 
 
 def test_modules_need_one_that_learns(tmp_path: Path) -> None:
-    plain = copy.deepcopy(plain_model("granitemoe")[0])
+    plain = make_model(family("granitemoe")).eval()
     with (
         pytest.raises(ConfigError, match="or predictor='learned'"),
         served(plain, tmp_path, PROMPTS[:1], predictor="gates"),

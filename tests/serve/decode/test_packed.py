@@ -1,10 +1,13 @@
 """Fused steps with packed experts, wherever they are, give the logits of the plain model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
 
-from overspill.core.errors import ConfigError
+import overspill
+from overspill.compute.decode import constants
 from tests.models.huggingface.packed.cases import Pairs, load
 from tests.models.huggingface.test_load import again
 from tests.serve.decode.decoding import INTERPRETED, Decoding
@@ -20,13 +23,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 def decode(
     pairs: Pairs, name: str, homes: Sequence[int], slots: int, prompts: Sequence[list[int]],
-    mode: str = "auto",
+    mode: str = "auto", migrate: str = "auto",
 ) -> Decoding:  # fmt: skip
     pair = pairs[name]
     plain = again(pair.family, pair.plain).eval()
     model = load(pair.packed, mode="host", train=False, packed=True)
     model.overspill.set_homes(homes)
-    made = Decoding(plain, model, prompts, slots, mode)
+    made = Decoding(plain, model, prompts, slots, mode, migrate=migrate)
     try:
         for _ in range(2):
             made.step()
@@ -44,7 +47,7 @@ def decode(
     [
         ("mxfp4", [1, 0], 3),
         ("fp8-block", [0, 0], 0),
-        ("awq", [4, 4], 0),
+        pytest.param("awq", [4, 4], 0, marks=pytest.mark.slow),
         pytest.param("nvfp4-compressed", [1, 2], 2, marks=pytest.mark.slow),
         pytest.param("gptq", [1, 2], 2, marks=pytest.mark.slow),
         pytest.param("fp8-tensor", [1, 2], 2, marks=pytest.mark.slow),
@@ -57,25 +60,46 @@ def test_packed_experts_are_decoded(
     assert steps == [1, 1]
 
 
+def test_several_requests_read_packed_experts_once(
+    pairs: Pairs, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "SEVERAL", 1)
+    decode(pairs, "fp8-block", [1, 0], 0, PROMPTS[:3])
+    assert steps == [4, 4]
+
+
 def test_packed_experts_are_copied_ahead(pairs: Pairs, steps: list[int]) -> None:
     decode(pairs, "mxfp4", [1, 0], 0, PROMPTS[:1], mode="prefetch-all")
     assert steps == [1, 1]
 
 
-def test_the_cpu_does_not_compute_packed_experts(pairs: Pairs) -> None:
-    pair = pairs["mxfp4"]
-    model = load(pair.packed, mode="host", train=False, packed=True)
-    with pytest.raises(ConfigError, match=r"migrate='cpu' .* its kernel does not read packed"):
-        Decoding(model, model, PROMPTS[:1], migrate="cpu")
-    model.overspill.close()
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [
+        ("mxfp4", PROMPTS[:1]),
+        pytest.param("awq", PROMPTS[:2], marks=pytest.mark.slow),
+        pytest.param("fp8-block", PROMPTS[:2], marks=pytest.mark.slow),
+        pytest.param("nvfp4", PROMPTS[:2], marks=pytest.mark.slow),
+    ],
+)
+def test_the_cpu_computes_packed_experts(
+    name: str, prompts: Sequence[list[int]], pairs: Pairs, steps: list[int]
+) -> None:
+    made = decode(pairs, name, [1, 0], 0, prompts, migrate="cpu")
+    assert made.runner.stats()["experts_on_cpu"] > 0
+    assert steps == [len(prompts)] * 2
 
 
-def test_experts_on_disk_are_computed_by_the_modules(pairs: Pairs, steps: list[int]) -> None:
+def test_packed_experts_are_read_from_disk(pairs: Pairs, tmp_path: Path, steps: list[int]) -> None:
     pair = pairs["mxfp4"]
     plain = again(pair.family, pair.plain).eval()
-    model = load(pair.packed, mode="disk", train=False, packed=True)
+    given = {"mode": "disk", "slots": 3, "host_slots": 6, "disk": tmp_path, "device": "cpu"}
+    others = {"dtype": torch.float32, "train": False, "packed": True, "quiet": True}
+    model = overspill.load(pair.packed, progress=False, **given, **others)
+    assert model.overspill.bytes_by_tier()["disk"] > 0
     made = Decoding(plain, model, PROMPTS[:1])
-    made.step()
+    for _ in range(2):
+        made.step()
     made.runner.close()
     model.overspill.close()
-    assert not steps
+    assert steps == [1, 1]

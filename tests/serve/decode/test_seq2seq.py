@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from overspill import Settings
+from overspill.moe.predictor import Predictor
 from overspill.serve.blocks import BlockPool
+from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.modes import Ahead, PreGated
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
@@ -22,6 +24,7 @@ from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
 from tests.serve.requests import make_request
 from tests.serve.seq2seq import DEEP, FAMILIES, SOURCES, plain_model, pregated
+from tests.slow import slow_rows
 
 pytestmark = INTERPRETED
 FIXED = Settings(fix_nllb_routing=True)
@@ -39,11 +42,13 @@ class Decoding:
 
     def __init__(
         self, plain: Any, model: Any, n: int = 2, slots: int = 0, mode: str = "auto",
-        fused: bool = True,
+        fused: bool = True, predictor: str | None = None,
     ) -> None:  # fmt: skip
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
-        self.runner = PagedRunner(model, CPU, *limits, fused=fused, slots=slots, mode=mode)
+        self.runner = PagedRunner(
+            model, CPU, *limits, fused=fused, slots=slots, mode=mode, predictor=predictor
+        )
         self.scheduler = Scheduler(BlockPool(BLOCKS, SIZE, share=False), 4, 64)
         self.requests = [self._request(model, source) for source in SOURCES[:n]]
         for request in self.requests:
@@ -87,8 +92,9 @@ def decoding(
             made.runner.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("name", "mode"), slow_rows([(name, mode) for mode in MODES for name in FAMILIES], 3, 4)
+)
 def test_logits_are_those_of_transformers(
     name: str, mode: str, tmp_path: Path, module_steps: list[int]
 ) -> None:
@@ -102,8 +108,52 @@ def test_logits_are_those_of_transformers(
     assert module_steps == [2, 2]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("name", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
+def test_a_learned_predictor_names_experts_of_the_decoder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module_steps: list[int]
+) -> None:
+    """It learns from both stacks, and predicts none by the other."""
+    monkeypatch.setattr("overspill.models.predictor.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("overspill.plan.popularity.LearningPace.allows", lambda *_: True)
+    learned: list[range] = []
+    compared: list[int] = []
+    named: list[tuple[int, Tensor]] = []
+    begin, learn = HostExperts.begin, Predictor.learn
+
+    def noted(missing: HostExperts, ahead: Ahead, real_B: Tensor) -> None:
+        assert ahead.ids_BK is not None
+        named.append((ahead.layer, ahead.ids_BK.clone()))
+        begin(missing, ahead, real_B)
+
+    def watched(own: Predictor, first: int, x_LND: Any, ids_LNK: Any) -> None:
+        learned.append(range(first, first + len(x_LND)))
+        for layer, ids_BK in named:  # of this step: nothing was learned since
+            x_BD = x_LND[layer - 1 - first]
+            expected = own.predict(layer - 1, x_BD, 1, ids_BK.shape[1])
+            assert torch.equal(ids_BK.sort(-1).values.long(), expected.sort(-1).values)
+            compared.append(layer)
+        named.clear()
+        learn(own, first, x_LND, ids_LNK)
+
+    monkeypatch.setattr(HostExperts, "begin", noted)
+    monkeypatch.setattr(Predictor, "learn", watched)
+    plain = plain_model(name, **DEEP[name], **FEW_HEADS[name])
+    with decoding(plain, tmp_path, "host", mode="lookahead", predictor="learned", n=1) as made:
+        while any(request.pending > 1 for request in made.requests):
+            made.step()
+        made.step()
+        engine, seq2seq = made.model.overspill, made.runner._seq2seq
+        assert seq2seq is not None
+        border = seq2seq.encoder_layers
+    encoder, decoder = range(border), range(border, engine.n_layers)
+    assert {*learned} == {encoder, decoder}
+    assert compared == list(decoder)[1:]
+    assert module_steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "level"), slow_rows([(name, level) for level in (1, 2) for name in FAMILIES], 1, 2)
+)
 def test_pregates_announce_what_the_decoder_uses(
     name: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

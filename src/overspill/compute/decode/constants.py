@@ -25,7 +25,7 @@ EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(1, 256, 4)
 PACKED_IN_TILE, PACKED_OUT_TILE = Tile(16, 64, 4), Tile(8, 64, 4)
 """Rows and int32 of packed experts. Inputs of fewer int32 than there are threads are loaded as the
 products need them, without shared memory."""
-GROUP_TILE = Tile(64, 64, 4)
+GROUP_TILE, PACKED_GROUP_TILE = Tile(64, 64, 4), Tile(64, 32, 4)
 """Fastest on an H200."""
 WIDE = 2048
 """Hidden width from which a program reads so much of an expert at once."""

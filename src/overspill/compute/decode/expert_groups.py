@@ -2,18 +2,33 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The experts of several tokens: an expert is read once for all tokens that use it."""
+"""The experts of several tokens: an expert is read once for all tokens that use it.
+
+Pairs of a token and an expert are divided into groups with the same expert. A program computes a
+part of one group, and the first pair of a group stands for it.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.codes_triton import (
+    Planes,
+    code_of_word,
+    exact_scales,
+    value_factor,
+    zeros_of_words,
+)
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.host import RequestArguments, send_request
 from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.packing import PackedRecords, at_record, by_places
 from overspill.compute.grouped_triton import WIDEN
+
+_TOKENS = 16
+"""Pairs of a group: the fewest that a product of tensor cores has."""
 
 
 def experts_of_several(
@@ -25,162 +40,240 @@ def experts_of_several(
     sizes: tuple[int, int, int, int],
     kind: tuple[int, bool, bool, bool, int],
     flags: RequestArguments,
+    packed: PackedRecords | None,
 ) -> Tensor:
     """An expert of several tokens is read once: the program of its first token computes all."""
     (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
-    tile, tokens = constants.GROUP_TILE, max(16, power(batch))
-    common = batch, tokens, power(top_k), tile.rows, tile.block, WIDEN
-    pairs = batch * top_k
+    pairs, device = batch * top_k, x_BD.device
+    groups = torch.empty(pairs, 1 + _TOKENS, dtype=torch.int32, device=device)
+    _divide_kernel[(pairs,)](
+        offsets_BK, groups, *flags.values, pairs, power(pairs), _TOKENS, *flags.constants,
+        num_warps=1, **early(device),
+    )  # fmt: skip
+    packing, w_in, w_out, biases = packed or (None, *(Planes(base, base, base, base),) * 2, base)
+    tile = constants.GROUP_TILE if packed is None else constants.PACKED_GROUP_TILE
+    common = packing, _TOKENS, tile.rows, tile.block, WIDEN
     _group_in_kernel[(triton.cdiv(d_hidden, tile.rows), pairs)](
-        x_BD, base, offsets_BK, hidden, *flags.values, *sizes, *kind, *common,
-        *flags.constants, num_warps=tile.warps, **early(x_BD.device),
+        x_BD, base, *w_in, biases, offsets_BK, groups, hidden, *sizes, *kind, *common,
+        num_warps=tile.warps, **early(device),
     )  # fmt: skip
-    parts = torch.empty(pairs, width, dtype=torch.float32, device=x_BD.device)
+    parts = torch.empty(pairs, width, dtype=torch.float32, device=device)
     _group_out_kernel[(triton.cdiv(width, tile.rows), pairs)](
-        hidden, base, offsets_BK, parts, *sizes, *kind[2:], *common, num_warps=tile.warps,
-        **early(x_BD.device),
+        hidden, base, *w_out, biases, offsets_BK, groups, parts, *sizes, *kind[2:], *common,
+        num_warps=tile.warps, **early(device),
     )  # fmt: skip
-    out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
+    out = torch.empty(batch, width, dtype=torch.float32, device=device)
     block = min(1024, power(width))
     _sum_kernel[(triton.cdiv(width, block), batch)](
-        parts, weights_BK, offsets_BK, out, width, top_k, power(top_k), block, num_warps=4,
-        **early(x_BD.device),
+        parts, weights_BK, offsets_BK, out, width, top_k, block, num_warps=4, **early(device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
+def _divide_kernel(
+    offsets, groups, ready, done, missed, n_rows, n_pairs, PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Writes for each pair how many pairs its group has, if it is the first one, or 0; and itself
+    to the place in its group."""
+    pair = tl.program_id(0)
+    after(EARLY)
+    send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
+    pairs = tl.arange(0, PAIRS)
+    offset = tl.load(offsets + pair)
+    same = tl.load(offsets + pairs, mask=pairs < n_pairs, other=-(1 << 62)) == offset
+    same = same & (offset != -(1 << 62))
+    numbers = tl.cumsum(same.to(tl.int32), 0)  # from 1 on, of those with the same expert
+    number = tl.sum(tl.where(pairs == pair, numbers, 0), 0) - 1
+    begin = number // TOKENS * TOKENS
+    first = tl.max(tl.where(same & (numbers == begin + 1), pairs, 0), 0)
+    count = tl.minimum(tl.max(numbers, 0) - begin, TOKENS)
+    tl.store(groups + pair * (1 + TOKENS), tl.where((first == pair) & (number >= 0), count, 0))
+    if number >= 0:
+        tl.store(groups + first * (1 + TOKENS) + 1 + number - begin, pair)
+
+
+@triton.jit
 def _group_in_kernel(
-    x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, REQUEST: tl.constexpr,
-    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+    x, base, codes, scales, zeros, factors, biases, offsets, groups, out, width, hidden, n_in,
+    top_k, FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, PACKING: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
-    send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
+    count = tl.load(groups + pair * (1 + TOKENS))
+    if count == 0:
+        return
     offset = tl.load(offsets + pair)
-    if offset == -(1 << 62):
-        return
-    first, member, to = _is_first(offset, offsets, top_k, pair, BATCH, TOKENS, KS)
-    if not first:
-        return
+    numbers = tl.arange(0, TOKENS)
+    member = numbers < count
+    to = tl.load(groups + pair * (1 + TOKENS) + 1 + numbers, mask=member, other=0)
     record = base + tl.multiple_of(offset, ALIGN)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tokens = tl.arange(0, TOKENS)
     there = rows < hidden
     gate, up = rows, rows + hidden
     if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
+    tokens = x + to // top_k * width
     g = tl.zeros((ROWS, TOKENS), tl.float32)
     u = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < width
-        value = tl.load(
-            x + tokens[None, :] * width + columns[:, None],
-            mask=member[None, :] & inside[:, None],
-            other=0.0,
-        )
-        mask = there[:, None] & inside[None, :]
-        at = gate[:, None] * width + columns[None, :]
-        if TRANSPOSED:
-            at = columns[None, :] * n_in + gate[:, None]
-        w = tl.load(record + at, mask=mask, other=0.0)
-        if WIDEN:
-            w, value = w.to(tl.float32), value.to(tl.float32)
-        g = tl.dot(w, value, g, input_precision="ieee")
-        if GATED:
-            at = up[:, None] * width + columns[None, :]
+    if PACKING is not None:
+        GATE: tl.constexpr = PACKING.gate
+        UP: tl.constexpr = PACKING.up_matrix
+        own = rows * PACKING.gate_step
+        g, u = _packed_products(
+            tokens, 1, 32 // GATE.bits, member, at_record(codes, offset),
+            at_record(scales, offset), at_record(zeros, offset), at_record(factors, offset), own,
+            own + PACKING.up, there, g, u, GATE, UP, GATED, BLOCK, WIDEN,
+        )  # fmt: skip
+        own_bias = at_record(biases, offset) + PACKING.b_in
+    else:
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < width
+            value = tl.load(
+                tokens[None, :] + columns[:, None],
+                mask=member[None, :] & inside[:, None],
+                other=0.0,
+            )
+            mask = there[:, None] & inside[None, :]
+            at = gate[:, None] * width + columns[None, :]
             if TRANSPOSED:
-                at = columns[None, :] * n_in + up[:, None]
+                at = columns[None, :] * n_in + gate[:, None]
             w = tl.load(record + at, mask=mask, other=0.0)
             if WIDEN:
-                w = w.to(tl.float32)
-            u = tl.dot(w, value, u, input_precision="ieee")
+                w, value = w.to(tl.float32), value.to(tl.float32)
+            g = tl.dot(w, value, g, input_precision="ieee")
+            if GATED:
+                at = up[:, None] * width + columns[None, :]
+                if TRANSPOSED:
+                    at = columns[None, :] * n_in + up[:, None]
+                w = tl.load(record + at, mask=mask, other=0.0)
+                if WIDEN:
+                    w = w.to(tl.float32)
+                u = tl.dot(w, value, u, input_precision="ieee")
+        own_bias = record + n_in * width + width * hidden
     if BIAS:
-        biases = record + n_in * width + width * hidden
-        g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)[:, None]
+        g += tl.load(own_bias + gate, mask=there, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            u += tl.load(biases + up, mask=there, other=0.0).to(tl.float32)[:, None]
+            u += tl.load(own_bias + up, mask=there, other=0.0).to(tl.float32)[:, None]
     result = activate(g, u, out.dtype.element_ty, FUNCTION, GATED)
-    at = to[None, :] * hidden + rows[:, None]
-    tl.store(out + at, result, mask=member[None, :] & there[:, None])
+    at = rows
+    if PACKING is not None:
+        OUT: tl.constexpr = PACKING.out
+        at = by_places(rows, OUT)
+    tl.store(
+        out + to[None, :] * hidden + at[:, None], result, mask=member[None, :] & there[:, None]
+    )
 
 
 @triton.jit
 def _group_out_kernel(
-    a, base, offsets, parts, width, hidden, n_in, top_k, BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
-    KS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    a, base, codes, scales, zeros, factors, biases, offsets, groups, parts, width, hidden, n_in,
+    top_k, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
+    count = tl.load(groups + pair * (1 + TOKENS))
+    if count == 0:
+        return
     offset = tl.load(offsets + pair)
-    if offset == -(1 << 62):
-        return
-    first, member, to = _is_first(offset, offsets, top_k, pair, BATCH, TOKENS, KS)
-    if not first:
-        return
+    numbers = tl.arange(0, TOKENS)
+    member = numbers < count
+    to = tl.load(groups + pair * (1 + TOKENS) + 1 + numbers, mask=member, other=0)
     record = base + tl.multiple_of(offset, ALIGN) + n_in * width
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < width
+    tokens = a + to * hidden
     total = tl.zeros((ROWS, TOKENS), tl.float32)
-    for start in range(0, hidden, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < hidden
-        value = tl.load(
-            a + to[None, :] * hidden + columns[:, None],
-            mask=member[None, :] & inside[:, None],
-            other=0.0,
-        )
-        at = rows[:, None] * hidden + columns[None, :]
-        if TRANSPOSED:
-            at = columns[None, :] * width + rows[:, None]
-        w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
-        if WIDEN:
-            w, value = w.to(tl.float32), value.to(tl.float32)
-        total = tl.dot(w, value, total, input_precision="ieee")
+    if PACKING is not None:
+        OUT: tl.constexpr = PACKING.out
+        total, _ = _packed_products(
+            tokens, OUT.columns * OUT.bits // 32, 1, member, at_record(codes, offset),
+            at_record(scales, offset), at_record(zeros, offset), at_record(factors, offset), rows,
+            rows, there, total, total, OUT, OUT, False, BLOCK, WIDEN,
+        )  # fmt: skip
+        own_bias = at_record(biases, offset) + PACKING.b_out
+    else:
+        for start in range(0, hidden, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = columns < hidden
+            value = tl.load(
+                tokens[None, :] + columns[:, None],
+                mask=member[None, :] & inside[:, None],
+                other=0.0,
+            )
+            at = rows[:, None] * hidden + columns[None, :]
+            if TRANSPOSED:
+                at = columns[None, :] * width + rows[:, None]
+            w = tl.load(record + at, mask=there[:, None] & inside[None, :], other=0.0)
+            if WIDEN:
+                w, value = w.to(tl.float32), value.to(tl.float32)
+            total = tl.dot(w, value, total, input_precision="ieee")
+        own_bias = record + width * hidden + n_in
     if BIAS:
-        b = tl.load(record + width * hidden + n_in + rows, mask=there, other=0.0)
+        b = tl.load(own_bias + rows, mask=there, other=0.0)
         total += b.to(tl.float32)[:, None]
     at = to[None, :] * width + rows[:, None]
     tl.store(parts + at, total, mask=member[None, :] & there[:, None])
 
 
 @triton.jit
-def _is_first(
-    offset, offsets, top_k, pair, BATCH: tl.constexpr, TOKENS: tl.constexpr, KS: tl.constexpr
-):
-    """Whether no earlier pair has this expert; the tokens that have it, and their pairs."""
-    tokens, ks = tl.arange(0, TOKENS), tl.arange(0, KS)
-    pairs = tokens[:, None] * top_k + ks[None, :]
-    inside = (tokens[:, None] < BATCH) & (ks[None, :] < top_k)
-    same = tl.load(offsets + pairs, mask=inside, other=-(1 << 62)) == offset
-    earlier = tl.sum(tl.sum((same & (pairs < pair)).to(tl.int32), 1), 0)
-    return earlier == 0, tl.max(same.to(tl.int32), 1) > 0, tl.max(tl.where(same, pairs, 0), 1)
+def _packed_products(
+    tokens, OF_PLACE: tl.constexpr, OF_WORD: tl.constexpr, member, codes, scales, zeros, factors,
+    gate, up, there, g, u, GATE: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of rows of packed matrices with several tokens, whose inputs lie `OF_PLACE`
+    and `OF_WORD` elements apart. Weights are rounded to the type of the inputs as unpacked ones."""
+    each: tl.constexpr = 32 // GATE.bits
+    words: tl.constexpr = GATE.columns // each
+    KIND: tl.constexpr = tl.float32 if WIDEN else tokens.dtype.element_ty
+    for start in range(0, words, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < words
+        mask = there[:, None] & inside[None, :]
+        group = (at * each // GATE.group)[None, :]
+        from_g = codes + GATE.codes // 4 + gate[:, None] * words + at[None, :]
+        w = tl.load(from_g, mask=mask, other=0)
+        z = zeros_of_words(zeros, gate[:, None], group, mask, GATE)
+        scale = exact_scales(scales, factors, gate[:, None], group, mask, GATE)
+        if GATED:
+            from_u = codes + UP.codes // 4 + up[:, None] * words + at[None, :]
+            w2 = tl.load(from_u, mask=mask, other=0)
+            z2 = zeros_of_words(zeros, up[:, None], group, mask, UP)
+            scale2 = exact_scales(scales, factors, up[:, None], group, mask, UP)
+        for place in tl.static_range(each):
+            value = tl.load(
+                tokens[None, :] + (place * OF_PLACE + at * OF_WORD)[:, None],
+                mask=member[None, :] & inside[:, None],
+                other=0.0,
+            )
+            value = value.to(KIND)
+            weight = code_of_word(w, z, place, GATE) * value_factor(place, GATE) * scale
+            g = tl.dot(weight.to(KIND), value, g, input_precision="ieee")
+            if GATED:
+                weight = code_of_word(w2, z2, place, UP) * value_factor(place, UP) * scale2
+                u = tl.dot(weight.to(KIND), value, u, input_precision="ieee")
+    return g, u
 
 
 @triton.jit
 def _sum_kernel(
-    parts, weights, offsets, out, width, top_k, KS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
+    parts, weights, offsets, out, width, top_k, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     batch = tl.program_id(1)
     after(EARLY)
     total = tl.zeros((BLOCK,), tl.float32)
-    ks = tl.arange(0, KS)
-    own = tl.load(offsets + batch * top_k + ks, mask=ks < top_k, other=-(1 << 62))
     for k in range(top_k):
         pair = batch * top_k + k
-        offset = tl.load(offsets + pair)
-        # a token may have an expert twice: it was computed once
-        computed = batch * top_k + tl.max(tl.where(own == offset, ks, 0), 0)
-        here = inside & (offset != -(1 << 62))
-        part = tl.load(parts + computed * width + columns, mask=here, other=0.0)
+        here = inside & (tl.load(offsets + pair) != -(1 << 62))
+        part = tl.load(parts + pair * width + columns, mask=here, other=0.0)
         total += tl.load(weights + pair) * part
     tl.store(out + batch * width + columns, total, mask=inside)

@@ -56,8 +56,9 @@ def experts(
         packing, biases = None, base
     else:
         packing, w_in, w_out, biases = packed
-    if batch >= constants.SEVERAL and packing is None:
-        return experts_of_several(x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags)
+    if batch >= constants.SEVERAL:
+        args = x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags, packed
+        return experts_of_several(*args)
     rows, block, warps = constants.EXPERT_IN_TILE
     block = min(block, power(width))
     if packing is not None:
@@ -137,7 +138,8 @@ def _expert_in_kernel(
     result = activate(g, u, kind, FUNCTION, GATED)
     at = rows
     if PACKING is not None:
-        at = by_places(rows, PACKING.out)
+        OUT: tl.constexpr = PACKING.out
+        at = by_places(rows, OUT)
     tl.store(out + pair * hidden + at, result, mask=there)
 
 
@@ -194,9 +196,10 @@ def _expert_out_kernel(
     after(EARLY)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     if PACKING is not None:
+        OUT: tl.constexpr = PACKING.out
         total = _packed_out(
             a, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
-            PACKING.out, ROWS, BLOCK,
+            OUT, ROWS, BLOCK,
         )  # fmt: skip
     bias = tl.zeros((ROWS,), tl.float32)
     for k in tl.static_range(TOP_K):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overspill.compute.activation import form_of
 from overspill.compute.cpu_kernel import why_unsupported
+from overspill.compute.record_format import layer_formats
 from overspill.core.errors import ConfigError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.routing import RoutingSource
@@ -81,9 +82,8 @@ class Decode:
         self._rates = read_rates(engine.device)
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         activation = self._placeholders[0].activation
-        reason = why_unsupported(engine.dtype, engine.shape, activation, decoding=True)
-        if engine.layout.format is not None:
-            reason = "its kernel does not read packed experts"
+        formats = layer_formats(engine.layout.format, engine.n_layers)
+        reason = why_unsupported(engine.dtype, engine.shape, activation, True, formats)
         self._no_cpu = reason
         fast = reason is None and self._rates.cpu >= self._rates.link
         learns = predictor == "learned"

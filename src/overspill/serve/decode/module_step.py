@@ -196,7 +196,7 @@ class ModuleStep:
             self._inputs.append(x_TD)
         link = staged = None
         if missing is not None:
-            ahead = self._mode.ahead(layer, self)
+            ahead = self._mode.ahead(layer, self) if missing.follows(len(x_TD)) else None
             if ahead is not None:
                 missing.begin(ahead, batch.real)
             link, staged = missing.link(layer, len(x_TD)), missing.staged(layer)

@@ -6,7 +6,7 @@ import torch
 from overspill.compute.activation import Activation, Form, form_of
 from overspill.compute.decode.constants import ABSENT
 from overspill.compute.decode.packing import PackedRecords, packed_records, why_not_packed
-from overspill.compute.record_format import MixedFormat, RecordFormat
+from overspill.compute.record_format import layer_formats
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask
 from overspill.serve.decode.staging import Staging
@@ -25,11 +25,8 @@ class ExpertTable:
         # aligned like records
         self.base = torch.empty(64, dtype=engine.layout.stored[1], device=engine.device)
         """Offsets are relative to it, in elements."""
-        self._formats: list[RecordFormat] = []
+        self._formats = layer_formats(engine.layout.format, engine.n_layers)
         """Of each layer, if experts are packed."""
-        if engine.layout.format is not None:
-            assert isinstance(engine.layout.format, RecordFormat | MixedFormat)
-            self._formats = [engine.layout.format.of_layer(n) for n in range(engine.n_layers)]
         self._packed: dict[tuple[int, Form], PackedRecords] = {}
         self.offsets = torch.full(shape, ABSENT, device=engine.device)
         self.pinned = torch.full(shape, ABSENT, device=engine.device)

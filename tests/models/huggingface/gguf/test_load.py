@@ -15,8 +15,6 @@ from tests.models.huggingface.gguf.cases import CASES, load, make_case
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.test_load import outputs
 
-pytest.importorskip("gguf")
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_config_weights_and_logits_are_those_of_the_model(name: str, tmp_path: Path) -> None:

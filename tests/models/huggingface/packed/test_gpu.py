@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import overspill
-from overspill.core.errors import ConfigError
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.packed.cases import CASES, Pair, Pairs
 from tests.models.huggingface.test_load import outputs
@@ -38,11 +37,21 @@ def test_prompts_are_computed_as_with_unpacked_experts(name: str, pairs: Pairs) 
         torch.testing.assert_close(logits, made[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("slots", [0, 3], ids=["no slots", "slots"])
-@pytest.mark.parametrize("homes", ["all", "some", "none"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "homes", "slots", "migrate"),
+    [
+        *((name, "all", 0, "copy") for name in CASES),
+        ("mxfp4", "some", 3, "copy"),
+        ("mxfp4", "none", 0, "cpu"),
+        ("mxfp4", "none", 0, "copy"),
+        ("fp8-block", "none", 3, "copy"),
+        ("fp8-block", "some", 3, "cpu"),
+        ("awq", "some", 0, "cpu"),
+        ("nvfp4", "none", 3, "copy"),
+    ],
+)
 def test_tokens_are_those_of_unpacked_experts(
-    name: str, homes: str, slots: int, pairs: Pairs, fused: list[int]
+    name: str, homes: str, slots: int, migrate: str, pairs: Pairs, fused: list[int]
 ) -> None:
     tokens = []
     for packed in (True, False):
@@ -50,7 +59,7 @@ def test_tokens_are_those_of_unpacked_experts(
         engine = model.overspill
         count = {"all": engine.n_experts, "some": 1, "none": 0}[homes]
         engine.set_homes([count] * engine.n_layers)
-        given = {"context": 64, "max_batch": 16, "slots": slots, "migrate": "copy"}
+        given = {"context": 64, "max_batch": 16, "slots": slots, "migrate": migrate}
         with overspill.LLM(model, **given) as llm:
             alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
             together = [each.token_ids for each in llm.generate(PROMPTS, GREEDY)]
@@ -74,11 +83,3 @@ def test_tokens_of_a_budget_are_those_of_unpacked_experts(name: str, pairs: Pair
         with overspill.LLM(pairs[name].packed, packed=packed, **given) as llm:
             tokens.append([each.token_ids for each in llm.generate(PROMPTS, GREEDY)])
     assert tokens[0] == tokens[1]
-
-
-def test_the_cpu_does_not_compute_packed_experts(pairs: Pairs) -> None:
-    model = load(pairs["mxfp4"], packed=True)
-    model.overspill.set_homes([0] * model.overspill.n_layers)
-    with pytest.raises(ConfigError, match=r"migrate='cpu' .* its kernel does not read packed"):
-        overspill.LLM(model, migrate="cpu")
-    model.overspill.close()

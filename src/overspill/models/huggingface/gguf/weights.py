@@ -139,24 +139,28 @@ class GgufTensor(PackedTensor):
         step = max(1, _CHUNK // (each * source.n_columns))
         for begin in range(0, len(out), step):
             part = out[begin : begin + step]
-            values = self._dequantize(source.stored, stored[begin * each : (begin + step) * each])
-            part.copy_(values.view(part.shape))
+            self._dequantize(source.stored, stored[begin * each : (begin + step) * each], part)
 
-    def _dequantize(self, stored: StoredTensor, rows: Tensor) -> Tensor:
-        """Values of rows, in float32."""
+    def _dequantize(self, stored: StoredTensor, rows: Tensor, out: Tensor) -> None:
+        """Fills `out`, a view of as many weights as `rows` have."""
         if stored.type in FLOATS:
-            return rows.float()
+            out.copy_(rows.view(out.shape))
+            return
         if stored.type not in SCHEMES:
-            return self._with_gguf(stored, rows)
+            out.copy_(self._with_gguf(stored, rows).view(out.shape))
+            return
         parts = take_apart(stored.type, rows)
         matrix = PackedMatrix(SCHEMES[stored.type], len(rows), stored.shape[-1])
         try:
             matrix.check(parts)
         except BadPart as error:
             raise _bad(stored, error.reason) from error
-        values = torch.empty(matrix.shape)
+        if out.is_contiguous():
+            matrix.unpack(parts, out.view(matrix.shape))
+            return
+        values = torch.empty(matrix.shape, dtype=out.dtype)
         matrix.unpack(parts, values)
-        return values
+        out.copy_(values.view(out.shape))
 
     def _with_gguf(self, stored: StoredTensor, rows: Tensor) -> Tensor:
         """The types that only llama.cpp's own package unpacks."""

@@ -1,0 +1,283 @@
+"""Tokens a second with packed experts: random weights, made without a checkpoint.
+
+PYTHONPATH=src python3 bench/serve_packed.py 30b-24gib w2-gpu w2-none w2-fp8 prefill
+PYTHONPATH=src python3 bench/serve_packed.py 30b-24gib --plain        # bf16 instead, no record
+PYTHONPATH=src python3 bench/serve_packed.py w2-gpu w2-none --smoke   # tiny, on the CPU
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from packed_models import PLAIN, random_model
+from record import Limit, Metric, metric, write_record
+from serve import HBM, PCIE, Even, decode, host_bandwidth, token_bytes
+from serve_prefill import MATRIX, Prompts, operations, qwen, speed
+from transformers import Qwen3MoeConfig
+
+import overspill
+from overspill.core.garbage import short_collections
+from overspill.simulate import routed_by
+
+GPU = 24
+"""GiB of GPU memory for Qwen3-30B-A3B at full size."""
+SIZES = (1, 16, 64)
+QUARTER = 384
+"""Experts of W2 in bf16 whose bytes slots may take."""
+
+
+class Bench:
+    """The parts, with what they share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.smoke = args, args.smoke
+        self.rounds, self.tokens = (1, 4) if args.smoke else (args.rounds, args.tokens)
+        self.bandwidth = 1e9 if args.smoke else host_bandwidth()
+
+    def config(self, layers: int) -> Any:
+        if not self.smoke:
+            return qwen(layers)
+        return Qwen3MoeConfig(
+            vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+            num_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+
+    @contextmanager
+    def model(self, layers: int, name: str, **given: Any) -> Iterator[Any]:
+        """`name` says how experts are packed."""
+        device = "cpu" if self.smoke else "cuda"
+        made = random_model(self.config(layers), name, device=device, **given)
+        try:
+            yield made
+        finally:
+            made.overspill.close()
+            torch.cuda.empty_cache()
+
+    def decode(self, llm: overspill.LLM, size: int) -> tuple[list[float], float]:
+        """Tokens a second of each round, and missing experts of a step."""
+        with short_collections():
+            found = decode(llm, size, self.tokens, self.rounds)
+        return [each.speed for each in found], statistics.median(each.missing for each in found)
+
+    def write(
+        self, name: str, row: str, metrics: dict[str, Metric], limit: Limit, llm: Any, **more: Any
+    ) -> None:
+        headline = next(iter(metrics))
+        config = {
+            "row": row, "show": [key for key in metrics if key != headline],
+            "tokens": self.tokens, "placement": llm.model.overspill.describe(), **more,
+        }  # fmt: skip
+        write_record(name, config, metrics, limit, self.args.out)
+
+
+def run_30b(bench: Bench) -> None:
+    """Qwen3-30B-A3B at full size; its experts fit on the card with 4 bits."""
+    name = PLAIN if bench.args.plain else "mxfp4"
+    with gpu_memory(GPU), bench.model(48, name, **budget(bench)) as model:
+        engine, metrics = model.overspill, {}
+        most = HBM / step_bytes(model, 1)
+        context = 512
+        with overspill.LLM(model, context=context, max_batch=max(SIZES)) as llm:
+            for size in SIZES:
+                speeds, missing = bench.decode(llm, size)
+                key = "tokens_per_second" if size == 1 else f"of_{size}_requests"
+                metrics[key] = metric(speeds, "tokens/s")
+                metrics[f"share_{size}"] = metric(
+                    [100 * each * step_bytes(model, size) / size / HBM for each in speeds], "%"
+                )
+                print(f"{name}, {size} requests: {speeds}, {missing} missing", flush=True)
+            metrics["on_gpu"] = metric(
+                [sum(engine.homes) / engine.n_layers / engine.n_experts * 100], "%"
+            )
+            if not bench.args.plain:
+                limit = Limit(most, "tokens/s", "reading all weights of a token")
+                row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB; 1, 16 and 64 requests"
+                compare = "bf16: 48, 58, 160"
+                bench.write("serve-30b-24gib-4bit", row, metrics, limit, llm, compare=compare)
+
+
+def run_prefill(bench: Bench) -> None:
+    """A prompt of 8,192 tokens, every expert with the same number of rows."""
+    name = PLAIN if bench.args.plain else "mxfp4"
+    length = 64 if bench.smoke else 8192
+    with gpu_memory(GPU), bench.model(48, name, **budget(bench)) as model:
+        engine, prompts = model.overspill, Prompts()
+        if bench.smoke:
+            prompts = lambda count: list(range(count))  # noqa: E731
+        routing = Even(engine.n_layers, engine.n_experts, model.config.num_experts_per_tok)
+        context = 128 if bench.smoke else 10_000
+        with (
+            overspill.LLM(model, context=context, max_batch=2) as llm,
+            routed_by(model, routing),
+        ):
+            speed(llm, prompts, 64, 1)
+            speed(llm, prompts, length, 2)
+            before = uploads(engine)
+            speeds = speed(llm, prompts, length, bench.rounds)
+            uploaded = (uploads(engine) - before) / bench.rounds
+            print(f"{name}: {speeds} tokens/s, {uploaded / 1e9:.1f} GB uploaded", flush=True)
+            if bench.args.plain:
+                return
+            # codes are read, weights written and read again
+            plain = engine.shape.numel * 2
+            moved = engine.n_layers * engine.n_experts * (engine.layout.weight_bytes + 2 * plain)
+            seconds = operations(model.config, length) / MATRIX + moved / HBM
+            limit = Limit(
+                length / max(seconds, uploaded / PCIE), "tokens/s",
+                "matrix products in bf16, after unpacking every expert once in GPU memory",
+            )  # fmt: skip
+            metrics = {
+                "tokens_per_second": metric(speeds, "tokens/s"),
+                "share": metric([100 * each / limit.value for each in speeds], "%"),
+                "uploaded": metric([uploaded / 1e9], "GB"),
+            }
+            row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB"
+            row += ", a prompt of 8,192 tokens, even routing"
+            bench.write("prefill-30b-4bit", row, metrics, limit, llm)
+
+
+def run_w2_gpu(bench: Bench) -> None:
+    """Everything on the GPU, one request."""
+    speeds: dict[str, list[float]] = {}
+    for name in (PLAIN, "mxfp4"):
+        with bench.model(12, name, settings=overspill.Settings(residency=False)) as model:
+            engine = model.overspill
+            engine.set_homes([engine.n_experts] * engine.n_layers)
+            with overspill.LLM(model, context=512, max_batch=1) as llm:
+                speeds[name], _ = bench.decode(llm, 1)
+                if name != PLAIN:
+                    limit = Limit(
+                        HBM / step_bytes(model, 1), "tokens/s", "reading all weights of a token"
+                    )
+                    row = "W2, MXFP4, one request, all experts on the GPU"
+                    bench.write("serve-w2-gpu-4bit", row, compared(speeds, name), limit, llm)
+
+
+def run_w2_none(bench: Bench) -> None:
+    """No expert on the GPU, one request."""
+    run_missing(
+        bench,
+        "serve-w2-none-4bit",
+        "mxfp4",
+        [("", 0)],
+        "W2, MXFP4, one request, no expert on the GPU",
+    )
+
+
+def run_w2_fp8(bench: Bench) -> None:
+    """FP8 in blocks; a quarter of the bytes of bf16 in slots, and none."""
+    works = [("", 0), ("quarter_", QUARTER)]
+    row = "W2, FP8 in blocks, one request, no expert cached, and a quarter of the bytes of bf16"
+    run_missing(bench, "serve-w2-fp8", "fp8", works, row)
+
+
+def run_missing(
+    bench: Bench, record: str, packing: str, works: list[tuple[str, int]], row: str
+) -> None:
+    """`works` are prefixes of metrics and the number of slots for experts in bf16."""
+    metrics: dict[str, Metric] = {}
+    found: dict[str, dict[str, list[float]]] = {prefix: {} for prefix, _ in works}
+    for name in (PLAIN, packing):
+        with bench.model(12, name, settings=overspill.Settings(residency=False)) as model:
+            engine = model.overspill
+            engine.set_homes([0] * engine.n_layers)
+            plain = engine.shape.numel * 2
+            for prefix, in_bf16 in works:
+                slots = (
+                    2 if bench.smoke and in_bf16 else in_bf16 * plain // engine.layout.weight_bytes
+                )
+                with overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm:
+                    if slots:
+                        bench.decode(llm, 1)  # the cache learns
+                    speeds, missing = bench.decode(llm, 1)
+                    found[prefix][name] = speeds
+                    if name == PLAIN:
+                        continue
+                    on_cpu = llm.stats().get("experts_on_cpu", 0) > 0
+                    rate = bench.bandwidth if on_cpu else PCIE
+                    nbytes = max(missing, 1e-9) * engine.layout.weight_bytes
+                    part = compared(found[prefix], name)
+                    part["host_read"] = metric([each * nbytes / 1e9 for each in speeds], "GB/s")
+                    part["missing_experts"] = metric([missing], "of a step")
+                    metrics |= {prefix + key: value for key, value in part.items()}
+                    if not prefix:
+                        seconds = nbytes / rate
+                        source = "host memory" if on_cpu else "host memory over PCIe"
+                        limit = Limit(
+                            1 / seconds, "tokens/s", f"reading missing experts from {source}"
+                        )
+            if name != PLAIN:
+                bench.write(record, row, metrics, limit, llm)
+
+
+def compared(speeds: dict[str, list[float]], name: str) -> dict[str, Metric]:
+    """Tokens a second, and how many times those of bf16 they are."""
+    plain = statistics.median(speeds[PLAIN])
+    return {
+        "tokens_per_second": metric(speeds[name], "tokens/s"),
+        "bf16": metric(speeds[PLAIN], "tokens/s"),
+        "times_bf16": metric([each / plain for each in speeds[name]], "x"),
+    }
+
+
+def step_bytes(model: Any, size: int) -> float:
+    """Bytes of the weights that a step reads whose tokens choose any experts."""
+    engine = model.overspill
+    dense, experts = token_bytes(model)
+    missed = (1 - model.config.num_experts_per_tok / engine.n_experts) ** size
+    used = engine.n_experts * (1 - missed)
+    return float(dense + experts * used / model.config.num_experts_per_tok)
+
+
+def uploads(engine: Any) -> float:
+    return float(engine.recorder.counters().get("upload", 0))
+
+
+def budget(bench: Bench) -> dict[str, Any]:
+    return {} if bench.smoke else {"gpu_memory": f"{GPU}GiB"}
+
+
+@contextmanager
+def gpu_memory(gib: int) -> Iterator[None]:
+    """Lets torch take no more memory of the GPU than a smaller one has."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "30b-24gib": run_30b,
+    "w2-gpu": run_w2_gpu,
+    "w2-none": run_w2_none,
+    "w2-fp8": run_w2_fp8,
+    "prefill": run_prefill,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", choices=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="bf16 in 30b-24gib and prefill")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args(arguments)
+    bench = Bench(args)
+    for name in args.names:
+        PARTS[name](bench)
+
+
+if __name__ == "__main__":
+    main()
