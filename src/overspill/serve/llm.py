@@ -61,8 +61,9 @@ takes a third longer."""
 class LLM:
     """Generates text with a Mixture-of-Experts model that may be larger than the GPU.
 
-    `model` is the folder of a Hugging Face checkpoint, a repository of the hub, the folder of a run
-    of `overspill train` or `finetune`, or a model from `overspill.load` or `overspill.offload`.
+    `model` is the folder of a Hugging Face checkpoint, a GGUF file, a repository of the hub, the
+    folder of a run of `overspill train` or `finetune`, or a model from `overspill.load` or
+    `overspill.offload`.
     `adapter` is a LoRA adapter to add to its weights, in a folder that peft or
     `overspill finetune --lora` has written; as `model` it is served with the base model that it
     names. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
