@@ -124,9 +124,12 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
             OUT | own | {"HIDDEN": 256, "ROWS": 4, "BLOCK": 64},
             w_out | {"out": "*fp32"},
         ),
-        ("_group_in_kernel", GROUP_IN | into | {"BLOCK": 16}, w_in),
-        ("_group_out_kernel", GROUP | own | {"BLOCK": 16}, w_out | {"parts": "*fp32"}),
     ]
+    if form != "mxfp8":
+        CASES += [
+            ("_group_in_kernel", GROUP_IN | into | {"BLOCK": 16}, w_in),
+            ("_group_out_kernel", GROUP | own | {"BLOCK": 16}, w_out | {"parts": "*fp32"}),
+        ]
 DIVIDE = {"PAIRS": 64, "TOKENS": 16, "REQUEST": 4, "ON_GPU": True}
 CASES.append(("_divide_kernel", DIVIDE, FLAGS | GROUPS))
 ROWS = {"y": "*fp32", "host": "*fp32"}

@@ -1,5 +1,6 @@
 """Weights of blocks of GGUF are those of the package gguf, bit for bit."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -11,8 +12,6 @@ from overspill.compute.gguf_kernel import take_apart_native, unpack_k_native
 from overspill.compute.packed_matrix import BadPart, PackedMatrix
 from overspill.compute.record_format import stored_parts
 from overspill.core.packing import Kind
-
-gguf = pytest.importorskip("gguf")
 
 FACTORS = {"MXFP4": (), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the factors of a block are in float16; at the beginning, if it is not said."""

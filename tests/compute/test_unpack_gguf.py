@@ -1,6 +1,7 @@
 """Experts of GGUF files unpacked by kernels, in Triton's interpreter and on a GPU, compared with
 the package gguf bit for bit."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -11,8 +12,8 @@ from overspill.compute.record_format import FormatBuilder, stored_parts
 from overspill.core.experts import ExpertShape
 from tests.compute.decode.near import needs_triton
 from tests.compute.test_grouped_triton import every_device
+from tests.slow import slow_rows
 
-gguf = pytest.importorskip("gguf")
 pytestmark = needs_triton
 
 FACTORS = {"Q6_K": (208,), "IQ4_NL": (0,)}
@@ -20,7 +21,8 @@ FACTORS = {"Q6_K": (208,), "IQ4_NL": (0,)}
 
 @every_device
 @pytest.mark.parametrize(
-    ("kind", "transposed"), [("IQ4_NL", False), ("Q4_K", True), ("Q5_K", False), ("Q6_K", False)]
+    ("kind", "transposed"),
+    slow_rows([("IQ4_NL", False), ("Q4_K", True), ("Q5_K", False), ("Q6_K", False)], 1),
 )
 def test_kernels_unpack_the_values_of_the_package(kind: str, transposed: bool, device: str) -> None:
     from overspill.compute import unpack_triton

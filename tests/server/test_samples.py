@@ -1,6 +1,8 @@
 """`n` answers to a prompt are those of n requests, one after the other."""
 
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,9 +42,12 @@ def together(prompts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"prompt": [each["prompt"] for each in prompts]}
 
 
+Singles = tuple[list[Choice], int, int]
+
+
 def one_by_one(
     server: Running, path: str, prompts: list[dict[str, Any]], options: dict[str, Any]
-) -> tuple[list[Choice], int, int]:
+) -> Singles:
     """The choices, and how many tokens their prompts and they have."""
     choices, prompt_tokens, new_tokens = [], 0, 0
     for prompt in prompts:
@@ -55,10 +60,17 @@ def one_by_one(
     return choices, prompt_tokens, new_tokens
 
 
+@pytest.fixture(scope="module")
+def singles(server: Running) -> Callable[[str], Singles]:
+    return functools.cache(lambda case: one_by_one(server, *CASES[case]))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_n_answers_are_those_of_n_requests(case: str, server: Running) -> None:
+def test_n_answers_are_those_of_n_requests(
+    case: str, server: Running, singles: Callable[[str], Singles]
+) -> None:
     path, prompts, options = CASES[case]
-    expected, prompt_tokens, new_tokens = one_by_one(server, path, prompts, options)
+    expected, prompt_tokens, new_tokens = singles(case)
     made = ask(server, path, {**together(prompts), **options}, n=N)
     texts, logprobs = divided(made["choices"])
     assert texts == divided(expected)[0]
@@ -105,9 +117,11 @@ def streamed(server: Running, path: str, body: dict[str, Any]) -> tuple[list[Cho
 
 
 @pytest.mark.parametrize("case", slow_rows(list(CASES), 0, 3))
-def test_a_stream_has_the_same_choices(case: str, server: Running) -> None:
+def test_a_stream_has_the_same_choices(
+    case: str, server: Running, singles: Callable[[str], Singles]
+) -> None:
     path, prompts, options = CASES[case]
-    expected, prompt_tokens, new_tokens = one_by_one(server, path, prompts, options)
+    expected, prompt_tokens, new_tokens = singles(case)
     choices, usage = streamed(server, path, {**together(prompts), **options})
     assert [each["text"] for each in choices] == [text_of(each) for each in expected]
     assert [each["reasons"] for each in choices] == [[e["finish_reason"]] for e in expected]
@@ -135,8 +149,9 @@ def test_more_answers_than_fit_in_a_batch_are_those_of_single_requests(
     llm: LLM, server: Running
 ) -> None:
     n = server.service.max_batch + 2
-    made = ask(server, COMPLETIONS, {"prompt": "One"}, n=n)
-    singles = [ask(server, COMPLETIONS, {"prompt": "One"}, seed=SEED + i) for i in range(n)]
+    body = {"prompt": "One", "max_tokens": 4}
+    made = ask(server, COMPLETIONS, body, n=n)
+    singles = [ask(server, COMPLETIONS, body, seed=SEED + i) for i in range(n)]
     assert [text_of(c) for c in made["choices"]] == [text_of(s["choices"][0]) for s in singles]
-    assert made["usage"]["completion_tokens"] == 12 * n
+    assert made["usage"]["completion_tokens"] == 4 * n
     assert server.wait_until(lambda: server.idle)

@@ -104,11 +104,6 @@ class Predictor:
             if gate is not None
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the device."""
-        return sum(tensor.nbytes for tensor in (*self.tensors().values(), self._scores_A4))
-
     @torch.no_grad()
     def predict(self, layer: int, x_ND: Tensor, distance: int, top_k: int) -> Tensor:
         """The experts that tokens will likely have so many layers later, [N, K]."""
@@ -378,8 +373,7 @@ class Observer:
         self._copying = 0.0
 
     def idle(self) -> None:
-        """No pass follows for a while."""
-        self._flush()
+        """No pass follows for a while. Any thread may call it, without the engine's lock."""
         self.pace.idle()
 
     def stats(self) -> dict[str, float]:

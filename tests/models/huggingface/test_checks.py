@@ -65,13 +65,30 @@ def test_every_place_of_a_quantization_is_known(
     assert check_checkpoint(folder) == folder
 
 
-def test_a_repository_of_gguf_files_needs_one_of_them(
+def test_a_gguf_file_of_the_hub_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: tmp_path / "none")
-    message = r"Qwen/Qwen3-30B-A3B-GGUF has GGUF files, .* `hf download Qwen.*give its path$"
+    asked: list[object] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "Q4").mkdir()
+    (tmp_path / "Q4" / "a-00001-of-00002.gguf").touch()
+    first, second = "Q4/a-00001-of-00002.gguf", "Q4/a-00002-of-00002.gguf"
+    assert find_folder(f"org/moe-GGUF/{first}") == tmp_path / first
+    assert asked == [("org/moe-GGUF", [first, second])]
+    with pytest.raises(CheckpointError, match=rf"{second} is missing"):
+        check_checkpoint(f"org/moe-GGUF/{first}")
+    with pytest.raises(ConfigError, match=r"org/moe-GGUF has no file b\.gguf; see its page"):
+        check_checkpoint("org/moe-GGUF/b.gguf")
+    message = r"org/moe-GGUF has GGUF files, .*give org/moe-GGUF/FILE\.gguf"
     with pytest.raises(ConfigError, match=message):
-        check_checkpoint("Qwen/Qwen3-30B-A3B-GGUF")
+        check_checkpoint("org/moe-GGUF")
+    with pytest.raises(ConfigError, match=r"no/such/file\.txt does not exist"):
+        check_checkpoint("no/such/file.txt")
 
 
 def test_weights_of_the_hub_are_downloaded_after_the_config_was_checked(

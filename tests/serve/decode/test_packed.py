@@ -47,7 +47,7 @@ def decode(
     [
         ("mxfp4", [1, 0], 3),
         ("fp8-block", [0, 0], 0),
-        ("awq", [4, 4], 0),
+        pytest.param("awq", [4, 4], 0, marks=pytest.mark.slow),
         pytest.param("nvfp4-compressed", [1, 2], 2, marks=pytest.mark.slow),
         pytest.param("gptq", [1, 2], 2, marks=pytest.mark.slow),
         pytest.param("fp8-tensor", [1, 2], 2, marks=pytest.mark.slow),

@@ -10,7 +10,7 @@ from typing import Any
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.json_text import parse_json
 from overspill.models.huggingface.gguf.config import check_family, make_config
-from overspill.models.huggingface.gguf.header import first_file, is_gguf, read_header
+from overspill.models.huggingface.gguf.header import all_files, first_file, is_gguf, read_header
 from overspill.models.huggingface.gguf.tokenizer import is_known
 from overspill.models.huggingface.packed.config import read_packing
 
@@ -33,8 +33,8 @@ _CONVERT = (
 def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
     """The local folder of a checkpoint, or a GGUF file; a repository of the hub is downloaded,
     unless cached."""
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir() or is_gguf(path):
+    path = _local(path_or_repo)
+    if path is not None:
         return path
     name = _repository(path_or_repo)
     _check_download(name)
@@ -44,13 +44,31 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
 def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
     """Raises if Overspill cannot load the checkpoint; no-op for an adapter, which is checked with
     its base model. Returns the GGUF file, or the folder of all files but the weights, which are not
-    downloaded."""
-    path = Path(path_or_repo).expanduser()
-    if not (path.is_dir() or is_gguf(path)):
+    downloaded. GGUF files are, since they have all in one."""
+    path = _local(path_or_repo)
+    if path is None:
         return _check_download(_repository(path_or_repo))
     if not is_adapter(path):
         check_weights(path, read_json_config(path))
     return path
+
+
+def _local(path_or_repo: str | os.PathLike[str]) -> Path | None:
+    """The folder or GGUF file of that path, or the GGUF file of a repository of the hub, which is
+    downloaded unless cached: its name is OWNER/REPOSITORY/FILE."""
+    path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
+    if path.is_dir() or is_gguf(path):
+        return path
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    if not (owner and repository and file) or not name.lower().endswith(".gguf"):
+        return None
+    if name.startswith((".", "/", "~")):
+        return None
+    found = _download(f"{owner}/{repository}", all_files(file)) / file
+    if not is_gguf(found):
+        raise ConfigError(f"the repository {owner}/{repository} has no file {file}; see its page")
+    return found
 
 
 def is_adapter(folder: Path) -> bool:
@@ -99,12 +117,12 @@ def _repository(path_or_repo: str | os.PathLike[str]) -> str:
 
 def _check_download(name: str) -> Path:
     """Downloads all but the weights of a repository and checks its config."""
-    folder = _download(name, _SMALL_FILES)
-    if not (folder / CONFIG).is_file() and "gguf" in name.lower():
+    if name.lower().endswith("gguf"):
         raise ConfigError(
-            f"{name} has GGUF files, of which one is a whole model: download it with `hf download "
-            f"{name} FILE.gguf --local-dir FOLDER`, and give its path"
+            f"{name} has GGUF files, of which one is a whole model: give {name}/FILE.gguf, one of "
+            "those on its page"
         )
+    folder = _download(name, _SMALL_FILES)
     if not (folder / ADAPTER_CONFIG).is_file():
         read_json_config(folder)
     return folder

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from overspill.core.errors import CheckpointError, ConfigError
@@ -14,8 +15,6 @@ from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.gguf import header, weights
 from overspill.models.huggingface.gguf.header import TYPES, read_header
 from tests.models.huggingface.gguf.cases import CASES, make_case
-
-gguf = pytest.importorskip("gguf")
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.test_load import outputs
 from tests.slow import slow_names
 
-pytest.importorskip("gguf")
-
 REFUSED = {
     "gpt-oss-mixed": r"ffn_gate_exps\.weight has type BF16 and Q8_0, which cannot stay packed",
     "deepseek-v2": r"ffn_down_exps\.weight has type Q5_1, which cannot stay packed",

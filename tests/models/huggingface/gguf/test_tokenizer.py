@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -11,6 +12,7 @@ from overspill.core.errors import ConfigError
 from overspill.models.huggingface.checks import check_tokenizer, has_tokenizer
 from overspill.models.huggingface.gguf.tokenizer import make_tokenizer
 from overspill.models.huggingface.tokenizer import open_tokenizer
+from tests.models.huggingface.gguf.test_header import small
 
 TEXTS = (
     "Experts that don't fit SPILL over, 12345 times.\n\n  Zwölf Bücher; ＡＢ e\u0301 日本語の文\n",
@@ -105,9 +107,6 @@ def test_pieces_are_merged_by_their_scores() -> None:
 
 
 def test_the_tokenizer_beside_the_file_comes_first(tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    from tests.models.huggingface.gguf.test_header import small
-
     path = small(tmp_path / "model.gguf")
     assert not has_tokenizer(path)
     writer = gguf.GGUFWriter(path, "llama")

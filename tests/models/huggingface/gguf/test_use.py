@@ -16,8 +16,7 @@ from overspill.core.errors import ConfigError
 from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from tests.models.huggingface.gguf.cases import CASES, load, make_case
-
-pytest.importorskip("gguf")
+from tests.slow import slow_rows
 
 SCRIPT = str(Path(__file__).parents[4] / "examples" / "make_tiny_checkpoint.py")
 
@@ -30,7 +29,9 @@ def made(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("gguf-q4_k", 0.1), ("gguf-mxfp4", 0.25)],
+    slow_rows(
+        [("gguf-q4_k", 0.1), ("gguf-mxfp4", 0.25), ("gguf-q4_0", 0.2), ("gguf-q8_0", 0.01)], 1, 2, 3
+    ),
 )
 def test_the_example_quantizes_weights(
     kind: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -100,6 +100,14 @@ def first_file(path: Path) -> Path:
     return path if split is None else path.with_name(_part(split, 1))
 
 
+def all_files(name: str) -> list[str]:
+    """The names of all files of a model; `name` is that of any of them."""
+    split = _SPLIT.fullmatch(name)
+    if split is None:
+        return [name]
+    return [_part(split, number) for number in range(1, int(split["count"]) + 1)]
+
+
 def read_header(path: Path) -> GgufHeader:
     """The header of a model in one or several files; `path` is any of them. Raises if one is
     missing, truncated, or not a GGUF file."""
@@ -109,11 +117,7 @@ def read_header(path: Path) -> GgufHeader:
 
 def _files(path: Path) -> tuple[Path, ...]:
     """All files of a model, which must exist."""
-    split = _SPLIT.fullmatch(path.name)
-    if split is None:
-        return (path,)
-    names = [_part(split, number) for number in range(1, int(split["count"]) + 1)]
-    files = tuple(path.with_name(name) for name in names)
+    files = tuple(path.with_name(name) for name in all_files(path.name))
     for file in files:
         if not file.is_file():
             raise CheckpointError(
