@@ -11,6 +11,10 @@
 
 namespace {
 
+// Sums of a block of each of M token rows: a product must not wait for the one before.
+template <int M>
+constexpr int SUMS = M == 1 ? 4 : 2;
+
 constexpr int64_t ORDERED = 128;  // numbers: token rows are padded to a multiple of it
 
 // One row of a packed matrix.
@@ -80,22 +84,25 @@ struct Avx2Dots : Avx2Codes {
             const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, low));
             const __m256i odd = _mm256_shuffle_epi8(
                 table, _mm256_and_si256(_mm256_srli_epi16(codes, 4), low));
-            __m256 part[M];
-            for (int m = 0; m < M; ++m) part[m] = _mm256_setzero_ps();
+            __m256 part[M][SUMS<M>] = {};
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 2
                 for (int j = 0; j < 2; ++j) {
                     const __m256i shifted = _mm256_slli_epi32(j ? odd : even, 24 - 8 * i);
                     const __m256 weight = _mm256_cvtepi32_ps(_mm256_and_si256(shifted, upper));
-                    for (int m = 0; m < M; ++m)
-                        part[m] = _mm256_fmadd_ps(
-                            weight, _mm256_loadu_ps(row.token(m) + block * 64 + (2 * i + j) * 8),
-                            part[m]);
+                    for (int m = 0; m < M; ++m) {
+                        const __m256 numbers =
+                            _mm256_loadu_ps(row.token(m) + block * 64 + (2 * i + j) * 8);
+                        __m256& sum = part[m][(2 * i + j) % SUMS<M>];
+                        sum = _mm256_fmadd_ps(weight, numbers, sum);
+                    }
                 }
+            for (int m = 0; m < M; ++m)
+                for (int i = 1; i < SUMS<M>; ++i) part[m][0] += part[m][i];
             const int64_t group = block * 8 >> row.shift;
             const __m256 scale = _mm256_permutevar8x32_ps(_mm256_loadu_ps(row.scales + group), spread);
-            for (int m = 0; m < M; ++m) total[m] = _mm256_fmadd_ps(part[m], scale, total[m]);
+            for (int m = 0; m < M; ++m) total[m] = _mm256_fmadd_ps(part[m][0], scale, total[m]);
             if (!row.zeros) continue;
             const __m256 zero = _mm256_permutevar8x32_ps(_mm256_loadu_ps(row.zeros + group), spread);
             for (int m = 0; m < M; ++m)
@@ -110,51 +117,66 @@ struct Avx2Dots : Avx2Codes {
         return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
     }
 
+    // 16 codes of eight bits, without their unit.
+    template <bool INTEGERS>
+    TARGET_AVX2 INLINE void load_bytes(const CodeRow& row, int64_t at, __m128i turn,
+                                       __m256 (&weight)[2]) {
+        alignas(16) uint8_t rest[16] = {};
+        const uint8_t* codes = row.codes + at;
+        if (at + 16 > row.columns) {
+            std::memcpy(rest, codes, row.columns - at);
+            codes = rest;
+        }
+        if constexpr (INTEGERS) {
+            const __m128i bytes = _mm_xor_si128(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), turn);
+            weight[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+            weight[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
+        } else {
+            const __m256i half = halves(codes);
+            weight[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
+            weight[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
+        }
+    }
+
+    // Scales of few columns multiply the weights, others the sums of ORDERED products.
     template <int M, bool INTEGERS>
     TARGET_AVX2 static void dot_bytes(const CodeRow& row, float* c) {
         const __m128i turn = _mm_set1_epi8(row.matrix->code_type == UINT8_CODES ? -128 : 0);
-        __m256 total[M];
-        for (int m = 0; m < M; ++m) total[m] = _mm256_setzero_ps();
-        for (int64_t at = 0, group = 0; at < row.columns; ++group) {
-            const int64_t stop = least(at + row.group, row.columns);
-            const __m256 scale = _mm256_set1_ps(row.scales[group]);
-            while (at < stop) {
-                // Short sums, which do not wait for each other.
-                const int64_t end = least(at + ORDERED, stop);
-                __m256 part[M][2];
-                for (int m = 0; m < M; ++m) part[m][0] = part[m][1] = _mm256_setzero_ps();
+        __m256 total[M][2] = {}, weight[2];
+        if (row.group < ORDERED && row.group < row.columns) {
+            for (int64_t at = 0, group = 0, stop = row.group; at < row.columns; at += 16) {
+                if (at == stop) ++group, stop += row.group;
+                if (at % LINE == 0) __builtin_prefetch(row.codes + at + row.ahead, 0, 2);
+                const __m256 scale = _mm256_broadcast_ss(row.scales + group);
+                load_bytes<INTEGERS>(row, at, turn, weight);
+                for (int i = 0; i < 2; ++i) {
+                    weight[i] = _mm256_mul_ps(weight[i], scale);
+                    for (int m = 0; m < M; ++m)
+                        total[m][i] = _mm256_fmadd_ps(
+                            weight[i], _mm256_loadu_ps(row.token(m) + at + 8 * i), total[m][i]);
+                }
+            }
+        } else {
+            for (int64_t at = 0, group = 0, stop = row.group; at < row.columns;) {
+                if (at >= stop) ++group, stop += row.group;
+                const int64_t end = least(least(at + ORDERED, stop), row.columns);
+                __m256 part[M][2] = {};
                 for (; at < end; at += 16) {
-                    alignas(16) uint8_t rest[16] = {};
-                    const uint8_t* codes = row.codes + at;
-                    if (at + 16 > row.columns) {
-                        std::memcpy(rest, codes, row.columns - at);
-                        codes = rest;
-                    }
                     if (at % LINE == 0) __builtin_prefetch(row.codes + at + row.ahead, 0, 2);
-                    __m256 weight[2];
-                    if (INTEGERS) {
-                        const __m128i bytes = _mm_xor_si128(
-                            _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), turn);
-                        weight[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-                        weight[1] = _mm256_cvtepi32_ps(
-                            _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
-                    } else {
-                        const __m256i half = halves(codes);
-                        weight[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
-                        weight[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
-                    }
+                    load_bytes<INTEGERS>(row, at, turn, weight);
                     for (int m = 0; m < M; ++m)
                         for (int i = 0; i < 2; ++i)
                             part[m][i] = _mm256_fmadd_ps(
                                 weight[i], _mm256_loadu_ps(row.token(m) + at + 8 * i), part[m][i]);
                 }
+                const __m256 scale = _mm256_broadcast_ss(row.scales + group);
                 for (int m = 0; m < M; ++m)
-                    total[m] = _mm256_fmadd_ps(_mm256_add_ps(part[m][0], part[m][1]), scale,
-                                               total[m]);
+                    for (int i = 0; i < 2; ++i)
+                        total[m][i] = _mm256_fmadd_ps(part[m][i], scale, total[m][i]);
             }
-            at = stop;
         }
-        for (int m = 0; m < M; ++m) c[m] = add_up(total[m]);
+        for (int m = 0; m < M; ++m) c[m] = add_up(total[m][0] + total[m][1]);
     }
 };
 
@@ -185,10 +207,12 @@ struct Avx512Dots : Avx512Codes {
     // total += part * scale - zero * sums, by word.
     template <int M>
     TARGET_AVX512 INLINE void add_block(const CodeRow& row, int64_t block, __m512i spread,
-                                        const __m512 (&part)[M], __m512 (&total)[M]) {
+                                        __m512 (&part)[M][SUMS<M>], __m512 (&total)[M]) {
+        for (int m = 0; m < M; ++m)
+            for (int i = 1; i < SUMS<M>; ++i) part[m][0] += part[m][i];
         const int64_t group = block * 16 >> row.shift;
         const __m512 scale = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(row.scales + group));
-        for (int m = 0; m < M; ++m) total[m] = _mm512_fmadd_ps(part[m], scale, total[m]);
+        for (int m = 0; m < M; ++m) total[m] = _mm512_fmadd_ps(part[m][0], scale, total[m]);
         if (!row.zeros) return;
         const __m512 zero = _mm512_permutexvar_ps(spread, _mm512_loadu_ps(row.zeros + group));
         for (int m = 0; m < M; ++m)
@@ -206,14 +230,16 @@ struct Avx512Dots : Avx512Codes {
         for (int64_t block = 0; block < blocks; ++block) {
             __m512i codes = load_words(row, block);
             __builtin_prefetch(row.codes + block * 64 + row.ahead, 0, 2);
-            __m512 part[M];
-            for (int m = 0; m < M; ++m) part[m] = _mm512_setzero_ps();
+            __m512 part[M][SUMS<M>] = {};
 #pragma GCC unroll 8
             for (int j = 0; j < 8; ++j) {  // the lowest four bits of a word count
                 const __m512 weight = _mm512_permutexvar_ps(codes, table);
-                for (int m = 0; m < M; ++m)
-                    part[m] = _mm512_fmadd_ps(
-                        weight, _mm512_loadu_ps(row.token(m) + block * 128 + j * 16), part[m]);
+                for (int m = 0; m < M; ++m) {
+                    const __m512 numbers =
+                        _mm512_loadu_ps(row.token(m) + block * 128 + j * 16);
+                    __m512& sum = part[m][j % SUMS<M>];
+                    sum = _mm512_fmadd_ps(weight, numbers, sum);
+                }
                 codes = _mm512_srli_epi32(codes, 4);
             }
             add_block<M>(row, block, spread, part, total);
@@ -221,44 +247,61 @@ struct Avx512Dots : Avx512Codes {
         for (int m = 0; m < M; ++m) c[m] = _mm512_reduce_add_ps(total[m]);
     }
 
+    // 16 codes of eight bits, without their unit.
+    template <bool INTEGERS>
+    TARGET_AVX512 INLINE __m512 load_bytes(const CodeRow& row, int64_t at, __m128i turn) {
+        alignas(16) uint8_t rest[16] = {};
+        const uint8_t* codes = row.codes + at;
+        if (at + 16 > row.columns) {
+            std::memcpy(rest, codes, row.columns - at);
+            codes = rest;
+        }
+        if constexpr (!INTEGERS) return _mm512_cvtph_ps(Avx2Codes::halves(codes));
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_xor_si128(bytes, turn)));
+    }
+
+    // As that of AVX2.
     template <int M, bool INTEGERS>
     TARGET_AVX512 static void dot_bytes(const CodeRow& row, float* c) {
         const __m128i turn = _mm_set1_epi8(row.matrix->code_type == UINT8_CODES ? -128 : 0);
-        __m512 total[M];
-        for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
-        for (int64_t at = 0, group = 0; at < row.columns; ++group) {
-            const int64_t stop = least(at + row.group, row.columns);
-            const __m512 scale = _mm512_set1_ps(row.scales[group]);
-            while (at < stop) {
-                const int64_t end = least(at + ORDERED, stop);
-                __m512 part[M];
-                for (int m = 0; m < M; ++m) part[m] = _mm512_setzero_ps();
-                for (; at < end; at += 16) {
-                    alignas(16) uint8_t rest[16] = {};
-                    const uint8_t* codes = row.codes + at;
-                    if (at + 16 > row.columns) {
-                        std::memcpy(rest, codes, row.columns - at);
-                        codes = rest;
+        __m512 total[M][2] = {};
+        if (row.group < ORDERED && row.group < row.columns) {
+            for (int64_t at = 0, group = 0, stop = row.group; at < row.columns;) {
+                if (at >= stop) ++group, stop += row.group;
+                const int64_t end = least(stop, row.columns);
+                const __m512 scale = _mm512_set1_ps(row.scales[group]);
+                if (at % LINE == 0) __builtin_prefetch(row.codes + at + row.ahead, 0, 2);
+                for (int i = 0; at < end; at += 16, i ^= 1) {
+                    const __m512 weight =
+                        _mm512_mul_ps(load_bytes<INTEGERS>(row, at, turn), scale);
+                    for (int m = 0; m < M; ++m) {
+                        __m512& sum = i ? total[m][1] : total[m][0];
+                        sum = _mm512_fmadd_ps(weight, _mm512_loadu_ps(row.token(m) + at), sum);
                     }
-                    if (at % LINE == 0) __builtin_prefetch(row.codes + at + row.ahead, 0, 2);
-                    __m512 weight;
-                    if (INTEGERS) {
-                        const __m128i bytes =
-                            _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-                        weight = _mm512_cvtepi32_ps(
-                            _mm512_cvtepi8_epi32(_mm_xor_si128(bytes, turn)));
-                    } else {
-                        weight = _mm512_cvtph_ps(Avx2Codes::halves(codes));
-                    }
-                    for (int m = 0; m < M; ++m)
-                        part[m] = _mm512_fmadd_ps(weight, _mm512_loadu_ps(row.token(m) + at),
-                                                  part[m]);
                 }
-                for (int m = 0; m < M; ++m) total[m] = _mm512_fmadd_ps(part[m], scale, total[m]);
             }
-            at = stop;
+        } else {
+            for (int64_t at = 0, group = 0, stop = row.group; at < row.columns;) {
+                if (at >= stop) ++group, stop += row.group;
+                const int64_t end = least(least(at + ORDERED, stop), row.columns);
+                __m512 part[M][2] = {};
+                while (at < end) {  // two products at once do not wait for each other
+                    if (at % LINE == 0) __builtin_prefetch(row.codes + at + row.ahead, 0, 2);
+                    for (int i = 0; i < 2 && at < end; ++i, at += 16) {
+                        const __m512 weight = load_bytes<INTEGERS>(row, at, turn);
+                        for (int m = 0; m < M; ++m)
+                            part[m][i] = _mm512_fmadd_ps(
+                                weight, _mm512_loadu_ps(row.token(m) + at), part[m][i]);
+                    }
+                }
+                const __m512 scale = _mm512_set1_ps(row.scales[group]);
+                for (int m = 0; m < M; ++m)
+                    for (int i = 0; i < 2; ++i)
+                        total[m][i] = _mm512_fmadd_ps(part[m][i], scale, total[m][i]);
+            }
         }
-        for (int m = 0; m < M; ++m) c[m] = _mm512_reduce_add_ps(total[m]);
+        for (int m = 0; m < M; ++m) c[m] = _mm512_reduce_add_ps(total[m][0] + total[m][1]);
     }
 };
 
@@ -285,15 +328,15 @@ struct Bf16Dots : Avx512Dots {
         for (int64_t block = 0; block < blocks; ++block) {
             __m512i codes = load_words(row, block);
             __builtin_prefetch(row.codes + block * 64 + row.ahead, 0, 2);
-            __m512 part[M];
-            for (int m = 0; m < M; ++m) part[m] = _mm512_setzero_ps();
+            __m512 part[M][SUMS<M>] = {};
 #pragma GCC unroll 4
             for (int j = 0; j < 4; ++j) {
                 const __m512i weight = _mm512_permutexvar_epi16(codes, table);
                 for (int m = 0; m < M; ++m) {
                     const uint16_t* token = reinterpret_cast<const uint16_t*>(row.token(m));
                     const __m512i numbers = _mm512_loadu_si512(token + block * 128 + j * 32);
-                    part[m] = _mm512_dpbf16_ps(part[m], (__m512bh)weight, (__m512bh)numbers);
+                    __m512& sum = part[m][j % SUMS<M>];
+                    sum = _mm512_dpbf16_ps(sum, (__m512bh)weight, (__m512bh)numbers);
                 }
                 codes = _mm512_srli_epi16(codes, 4);
             }

@@ -16,6 +16,7 @@ from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
     GroupArgs,
+    PackedRecords,
     WeightGradient,
     group_args,
     loaded_library,
@@ -73,10 +74,12 @@ class Runner:
         threads: int,
         request: CpuRequest,
         form: Form | None = None,
+        format: PackedRecords | None = None,
     ) -> None:
         """As `kernel_forward`, once the rows are ready; returns at once. The caller keeps the
         tensors until the request is done."""
-        self._submit(group_args(x_RD, y_RD, experts, shape, threads, form=form), request)
+        args = group_args(x_RD, y_RD, experts, shape, threads, form=form, format=format)
+        self._submit(args, request)
 
     def backward(
         self,

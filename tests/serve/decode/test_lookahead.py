@@ -21,10 +21,12 @@ from overspill.moe.predictor import Observer, Predictor
 from overspill.plan.popularity import LearningPace
 from overspill.serve.decode import host_experts, linked_experts
 from overspill.serve.decode.modes import Ahead
+from overspill.serve.decode.step import _Routing
+from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.decode.test_disk import CONFIG
-from tests.serve.models import PROMPTS, plain_model
+from tests.serve.models import PROMPTS, family, plain_model
 
 pytestmark = INTERPRETED
 
@@ -83,8 +85,8 @@ def observer_of(made: Decoding) -> Observer:
 @pytest.mark.parametrize(
     ("name", "n_prompts", "migrate"),
     [
-        ("gpt", 2, "cpu"),
-        ("gpt", 1, "copy"),
+        ("gpt", 1, "cpu"),
+        ("gpt", 2, "copy"),
         *(
             pytest.param(name, 1, migrate, marks=pytest.mark.slow)
             for name in ("mixtral", "gpt_oss", "qwen3_moe", "olmoe", "granitemoe")
@@ -155,6 +157,17 @@ def test_steps_teach_with_the_inputs_of_the_gates(
     assert len(x_LBD) == len(ids_LBK) == len(seen) > 1
     for x_BD, expected in zip(x_LBD, seen, strict=True):
         torch.testing.assert_close(x_BD[0], expected.view(-1, x_BD.shape[1])[-1])
+
+
+@pytest.mark.parametrize("kind", ["learned", "gates"])
+def test_nothing_is_named_where_it_would_not_be_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU does not load experts for several tokens: a step does not compute their names."""
+    monkeypatch.setattr(_Routing, "guess", _never)
+    with served(gpt(CONFIG), tmp_path, small(PROMPTS[:2]), predictor=kind) as made:
+        made.step()
+        assert made.runner.stats()["experts_on_cpu"] > 0
 
 
 def test_copied_gates_name_what_the_next_gate_would_choose(
@@ -277,7 +290,7 @@ def test_a_predictor_is_refused_where_it_is_not_used(tmp_path: Path) -> None:
 
 
 def test_modules_need_one_that_learns(tmp_path: Path) -> None:
-    plain = copy.deepcopy(plain_model("granitemoe")[0])
+    plain = make_model(family("granitemoe")).eval()
     with (
         pytest.raises(ConfigError, match="or predictor='learned'"),
         served(plain, tmp_path, PROMPTS[:1], predictor="gates"),

@@ -104,12 +104,14 @@ class HostExperts:
             return None
         return Link(self._table.pinned[layer], share)
 
+    def follows(self, n_rows: int) -> bool:
+        """The caches of the CPU were measured to gain for one token; experts of several do not
+        fit."""
+        return self._reads is not None or n_rows == 1
+
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
         """Experts that a later layer will miss are loaded into the caches of the CPU between its
-        requests, or read from disk when it gets the next one. The caches were measured to gain for
-        one token; those of several do not fit."""
-        if self._reads is None and len(real_B) > 1:
-            return
+        requests, or read from disk when it gets the next one."""
         table = self._table.offsets[ahead.layer]
         if ahead.ids_BK is None:
             announce(self._all[:, None], None, table, ahead.layer, self.buffers)

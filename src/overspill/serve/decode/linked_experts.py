@@ -44,6 +44,10 @@ class LinkedExperts:
         """What was not copied before is read where it is."""
         return Link(self._table.pinned[layer], _ALL)
 
+    def follows(self, n_rows: int) -> bool:
+        """Copies are made for any number."""
+        return True
+
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
         """Copies experts of a later layer."""
         self._migration.begin(ahead.layer, ahead.ids_BK, real_B)

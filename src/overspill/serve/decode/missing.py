@@ -38,6 +38,9 @@ class MissingExperts(Protocol):
     def link(self, layer: int, n_rows: int) -> Link | None:
         """Those of a layer that the device reads where they are in host memory."""
 
+    def follows(self, n_rows: int) -> bool:
+        """Whether a step of so many token rows gains if experts of later layers are named."""
+
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
         """A later layer needs these experts."""
 

@@ -181,7 +181,7 @@ class _Routing:
         later = layer + self.level
         if self.level and later < self.n_layers:
             self._weights[later] = self._choose(later, None).weights
-        if missing is not None:
+        if missing is not None and missing.follows(len(x)):
             ahead = mode.ahead(layer, self)
             if ahead is not None:
                 missing.begin(ahead, self._batch.real)
