@@ -206,7 +206,7 @@ def _attend(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     indices: Any = None,
-    position_bias: Tensor | None = None,
+    position_bias: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
@@ -218,7 +218,7 @@ def _attend(
         own_config = own.config if type(module).__name__ in _WINDOW_OF_CONFIG else own
         sliding_window = getattr(own_config, "sliding_window", None)
     role = ROLES.get(module, _DECODER)
-    bias = role.bias if position_bias is None else TokenBias(position_bias)
+    bias = TokenBias(position_bias) if hasattr(module, "rel_logits_proj") else role.bias
     options = AttentionOptions(scaling, sliding_window, s_aux, softcap, role.keys, bias, indices)
     layer = own.layer_idx
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
