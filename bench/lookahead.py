@@ -264,6 +264,9 @@ def serve(
 
 def row(work: str, name: str, found: Served) -> dict[str, Any]:
     share = found.stats.get("predictor_token_accuracy_1")
+    learning = found.stats.get("predictor_learning_seconds")
+    if learning is not None:
+        learning /= found.stats["decode_seconds"]
     return {
         "work": work,
         "named by": name,
@@ -271,7 +274,7 @@ def row(work: str, name: str, found: Served) -> dict[str, Any]:
         "token accuracy": None if share is None else f"{share:.1%}",
         "rarest quarter in 3/8": None,
         "tokens/s": f"{statistics.median(found.speeds):,.1f}",
-        "of the time": None,
+        "of the time": None if learning is None else f"{learning:.2%}",
     }
 
 
@@ -309,7 +312,7 @@ def small_w2() -> Any:
 
 
 def run_w2(judged: Judged, args: argparse.Namespace, table: list[dict[str, Any]]) -> dict[str, Any]:
-    """A quarter of the experts cached; then 4 GiB of host memory, and the rest on disk."""
+    """A quarter of the experts cached; then with 4 GiB of host memory, and the rest on disk."""
     shares = {name: judged.gates[1].tokens for name in MODES if "gates" in name}
     shares["learned"] = judged.learned[1].tokens
     dtype = torch.float32 if args.smoke else torch.bfloat16
@@ -323,9 +326,8 @@ def run_w2(judged: Judged, args: argparse.Namespace, table: list[dict[str, Any]]
         budgets = {"gpu_memory": "8GiB", "host_memory": "4GiB", "disk": args.disk}
         if args.smoke:
             budgets = {"mode": "disk", "slots": 4, "host_slots": 16, "disk": args.disk}
-        works["W2, 4 GiB of host memory, the rest on disk, routing of gpt-oss"] = (
-            budgets, {name: MODES[name] for name in ON_DISK}, args.tokens_on_disk,
-        )  # fmt: skip
+        work = "W2, a quarter cached, 4 GiB of host memory, the rest on disk, routing of gpt-oss"
+        works[work] = budgets, {name: MODES[name] for name in ON_DISK}, args.tokens_on_disk
     for work, (budgets, modes, tokens) in works.items():
         print(work, flush=True)
         model = overspill.from_config(copy.deepcopy(w2_config), **budgets, **given)
@@ -335,7 +337,7 @@ def run_w2(judged: Judged, args: argparse.Namespace, table: list[dict[str, Any]]
         if args.routing is not None:
             routing = partial(read_routing, args.routing, engine.n_layers, engine.n_experts)
         predictor_file(model).unlink(missing_ok=True)
-        found[work] = serve(model, modes, 0 if budgets else slots, args, shares, routing, tokens)
+        found[work] = serve(model, modes, slots, args, shares, routing, tokens)
         predictor_file(model).unlink(missing_ok=True)
         for name, each in found[work].items():
             line = row(work, name, each)

@@ -388,6 +388,35 @@ def test_ranks_divide_stages(forks: Forks, checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_results_of_pre_gates_pass_between_ranks(
+    forks: Forks, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Two ranks along stages, and two that divide the experts and have both stages."""
+    data = finetune.write_pairs(tmp_path / "a.jsonl", 18)
+    changes = {"batch": 2, "accumulate": 2, "steps": 2, "lr": 3e-3, "eval_every": 2}
+    log, found = tmp_path / "log.txt", []
+    for name, *flags in (
+        ("alone",),
+        ("divided", "--stages", "2", "--gpus", "2"),
+        ("whole", "--stages", "2", "--gpus", "2", "--stage-gpus", "1"),
+    ):
+        settings = finetune.tiny_settings(checkpoint, data, tmp_path / name, **changes)
+        words = ["pregate", settings.pop("checkpoint"), *settings.pop("data"), *_words(settings)]
+        assert forks.run([*words, *flags], log) == 0, log.read_text()
+        assert _numbers(tmp_path / name) == pytest.approx(_numbers(tmp_path / "alone"), rel=1e-5)
+        found.append(
+            {
+                file.name: load_file(file)
+                for file in (tmp_path / name / "final").glob("*.safetensors")
+            }
+        )
+    for file, tensors in found[0].items():
+        for tensor, value in tensors.items():
+            assert torch.equal(found[1][file][tensor], value), tensor
+            torch.testing.assert_close(found[2][file][tensor], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_ranks_divide_the_stages_of_a_gpt(forks: Forks, folder: Path) -> None:
     """Two ranks along stages, then two by two along experts, then one process resume a run; the
     balance loss counts the assignments of the ranks that have parts of a batch."""

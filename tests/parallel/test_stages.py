@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -15,6 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import overspill
 from overspill.core.errors import ConfigError, OrderError, RankError
 from overspill.core.experts import ExpertId
+from overspill.models.huggingface.pregates import FILE
 from tests.moe.oracle import delays
 from tests.parallel.processes import run_ranks
 from tests.slow import chosen, slow_names
@@ -34,6 +36,7 @@ class Case:
     frozen: str = ""
     delayed: bool = False
     fails: bool = False  # at first, on the rank with the losses
+    pregates: int = 0  # their level
 
     @property
     def steps(self) -> int:
@@ -54,6 +57,9 @@ TWO = {
     ),
     "5 stages, balance loss, on the device": Case(
         {"stage": 2}, 5, 4, clip=0.3, where={"mode": "gpu"}, balance=True
+    ),
+    "4 stages, pre-gates of a block two stages later": Case(
+        {"stage": 2}, 4, 2, clip=0.3, where=HOST, parked=True, pregates=2
     ),
     "2 stages, disk, frozen dense": Case({"stage": 2}, 2, 2, where=DISK, frozen="dense"),
     "3 stages, frozen embeddings and first block, one micro-batch": Case(
@@ -90,6 +96,8 @@ def make_model(case: Case) -> Any:
         ):
             parameter.requires_grad_(False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.pregates:
+        overspill.pregate(model, case.pregates)
     return model
 
 
@@ -263,6 +271,10 @@ def check(name: str, cases: dict[str, Case], ran: tuple[Path, list[Any]]) -> Non
         torch.testing.assert_close(found[name]["losses"], losses, rtol=1e-5, atol=1e-5)
     saved = folder / name / "saved"
     loaded = MixtralForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
+    if cases[name].pregates:  # the rest of the folder is the conventional model
+        for key, value in load_file(saved / FILE).items():
+            if key.startswith("pregate."):
+                loaded[key.removeprefix("pregate.")] = value
     assert loaded.keys() == weights.keys()
     for key, value in weights.items():
         torch.testing.assert_close(loaded[key], value, rtol=1e-4, atol=1e-5, msg=key)

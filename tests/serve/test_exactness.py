@@ -1,6 +1,7 @@
 """Greedy tokens against transformers' `generate`, for any model, tier and batch."""
 
 import copy
+import dataclasses
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.serve.models import (
     GREEDY,
     N_NEW,
     PROMPTS,
+    family,
     gpt_tokens,
     plain_generate,
     plain_model,
@@ -52,6 +54,49 @@ def test_windows_that_are_in_the_mask_only_are_followed() -> None:
     family = Family("qwen2_moe", partial(tiny, "qwen2_moe", **window))
     assert "sliding_attention" in family.build().layer_types
     test_tokens_are_those_of_transformers(family)
+
+
+def _long_rope(short: float, long: float) -> Family:
+    """The second scale is for sequences of more than 16 tokens."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4, "long_factor": [1.5] * 4,
+        "short_mscale": short, "long_mscale": long,
+    }  # fmt: skip
+    return Family("phimoe", partial(tiny, "phimoe", intermediate_size=24, rope_parameters=rope))
+
+
+def test_phimoe_follows_a_window_and_one_scale_of_rotary_embeddings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert _long_rope(1.2, 1.2).build().sliding_window == 6
+    test_tokens_are_those_of_transformers(_long_rope(1.2, 1.2))
+    assert "one request after another" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["phimoe", "minimax", "deepseek_v4"])
+def test_a_model_that_is_not_batched_is_named_once_with_the_reason(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reasons = {
+        "phimoe": "PhimoeForCausalLM computes one request after another: its rotary embeddings "
+        "(longrope) change with the length of a sequence",
+        "minimax": "MiniMaxForCausalLM computes one request after another: with sliding_window, "
+        "MiniMax computes otherwise with its own cache than without",
+        "deepseek_v4": "DeepseekV4ForCausalLM computes one request after another: its layers "
+        "(compressed_sparse_attention) keep more than keys and values",
+    }
+    made = _long_rope(1.2, 1.3) if name == "phimoe" else family(name)
+    if name == "deepseek_v4":
+        layers = ["sliding_attention", "compressed_sparse_attention"]
+        made = dataclasses.replace(made, build=partial(made.build, layer_types=layers))
+    model = overspill.offload(make_model(made).eval(), device="cpu", mode="host", quiet=True)
+    with LLM(model, context=64) as llm:
+        assert tokens_of(llm, PROMPTS[:2])
+    model.overspill.close()
+    assert [each.message for each in caplog.records if "after another" in each.message] == [
+        reasons[name]
+    ]
 
 
 @pytest.mark.parametrize(

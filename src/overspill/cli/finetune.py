@@ -71,7 +71,8 @@ def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None
     """Adds the command of these settings."""
     checkpoint = typer.Argument(
         metavar="CHECKPOINT",
-        help="The folder of a Hugging Face checkpoint, or of a run of overspill train.",
+        help="The folder of a Hugging Face checkpoint or of a run of overspill train, or a GGUF "
+        "file.",
         show_default=False,
         autocompletion=complete_model,
     )

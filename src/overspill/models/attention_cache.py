@@ -57,6 +57,24 @@ class RelativeBias:
         return weight[self.bucket(-distances)].T.contiguous()
 
 
+@dataclass(frozen=True, eq=False)
+class TokenBias:
+    """A bias of attention scores that each token has for keys by their distance."""
+
+    by_distance_NhTn: Tensor
+    """For keys 0, 1, ... tokens before; those farther away have the last one."""
+
+    def scores(self, positions_NT: Tensor, n_keys: int) -> Tensor:
+        """The bias of tokens at `positions` for the keys at 0, 1, ..., [N, h, T, L]."""
+        bias, keys = self.by_distance_NhTn, torch.arange(n_keys, device=positions_NT.device)
+        distance = (positions_NT[..., None] - keys).clamp(0, bias.shape[-1] - 1)
+        return bias.gather(-1, distance[:, None].expand(-1, bias.shape[1], -1, -1))
+
+    def of_rows(self, rows_NT: Tensor) -> "TokenBias":
+        """That of these rows of the only sequence."""
+        return TokenBias(self.by_distance_NhTn[0][:, rows_NT].transpose(0, 1))
+
+
 class AttentionRole(NamedTuple):
     """The part that an attention module has in an encoder-decoder model."""
 
@@ -77,7 +95,7 @@ class AttentionOptions(NamedTuple):
     sinks: Tensor | None = None  # a logit of each head that takes a share of the softmax
     softcap: float | None = None
     keys: Keys = Keys.BEFORE
-    bias: RelativeBias | None = None
+    bias: RelativeBias | TokenBias | None = None
     chosen: Any = None  # the keys that an indexer has chosen, as the cache has told them
 
 
@@ -97,6 +115,10 @@ class Indexer(NamedTuple):
 
 class AttentionCache(Protocol):
     """Keys and values of all sequences of a batch whose tokens are one row after another."""
+
+    @property
+    def positions(self) -> Tensor:
+        """That of each token in its sequence, [T]."""
 
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
@@ -169,6 +191,10 @@ def _configs(config: Any) -> Iterator[Any]:
             yield from _configs(part)
 
 
+_WINDOW_OF_CONFIG = frozenset({"PhimoeAttention"})
+"""Attention modules that do not know the window of their mask."""
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -180,6 +206,7 @@ def _attend(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     indices: Any = None,
+    position_bias: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
@@ -188,11 +215,11 @@ def _attend(
         raise OrderError(BATCH_RUNS)
     own: Any = module
     if sliding_window is None:  # Qwen2-MoE has it in its mask only
-        sliding_window = getattr(own, "sliding_window", None)
+        own_config = own.config if type(module).__name__ in _WINDOW_OF_CONFIG else own
+        sliding_window = getattr(own_config, "sliding_window", None)
     role = ROLES.get(module, _DECODER)
-    options = AttentionOptions(
-        scaling, sliding_window, s_aux, softcap, role.keys, role.bias, indices
-    )
+    bias = TokenBias(position_bias) if hasattr(module, "rel_logits_proj") else role.bias
+    options = AttentionOptions(scaling, sliding_window, s_aux, softcap, role.keys, bias, indices)
     layer = own.layer_idx
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return cache.attend(int(layer), q, k, v, options)[None], None

@@ -16,7 +16,6 @@ import copy
 import functools
 import threading
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -314,11 +313,10 @@ class NotedCopy:
     """A copy of the input of a block, from which the block is recomputed while this object lives.
     Autograd gives the block another tensor with the same memory."""
 
-    def __init__(self, copy: Tensor, notes: Iterable[Notes]) -> None:
+    def __init__(self, copy: Tensor, notes: Notes) -> None:
         self._copy = copy  # so that nothing else has its address
-        self.notes = dict(ChainMap(*notes))
-        if self.notes:
-            _COPIES[copy.data_ptr()] = self
+        self.notes = notes
+        _COPIES[copy.data_ptr()] = self
 
 
 _COPIES: weakref.WeakValueDictionary[int, NotedCopy] = weakref.WeakValueDictionary()

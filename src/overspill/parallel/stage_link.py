@@ -13,7 +13,10 @@ from overspill.core.errors import ConfigError, RankError
 from overspill.parallel.ranks import Ranks
 from overspill.transfer.streams import to_host
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+    torch.uint8, torch.bool,
+)  # fmt: skip
 _MOST_DIMENSIONS = 8
 _HEADER = 2048
 """Numbers of a message's header: how many tensors, then the data type and the size of each."""
@@ -49,7 +52,7 @@ class StageLink:
         return self._groups[2 * onwards + source % 2]
 
     def send(self, target: int, tensors: Sequence[Tensor]) -> None:
-        """Sends floating-point tensors."""
+        """Sends tensors."""
         group = self._group(self._ranks.rank, target)
         values = [tensor.detach().contiguous() for tensor in tensors]
         if self._ranks.through_host:

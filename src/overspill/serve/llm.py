@@ -1,5 +1,6 @@
 """`overspill.LLM`: text and tokens from a model whose experts are on any tier."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,10 +40,11 @@ from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.seq2seq import DecoderPrompts, check_no_decoder
 from overspill.serve.source import CacheRequest, open_source
-from overspill.serve.support import can_page, has_states, splits_prompts
+from overspill.serve.support import has_states, splits_prompts, why_not_paged
 from overspill.serve.text import Codec, TextStream, check_text
 from overspill.trace.spans import Span
 
+_log = logging.getLogger("overspill")
 _LEAST_SLOTS = 2
 """For prompts: one expert computes while another loads."""
 _BLOCK = 16
@@ -59,8 +61,9 @@ takes a third longer."""
 class LLM:
     """Generates text with a Mixture-of-Experts model that may be larger than the GPU.
 
-    `model` is the folder of a Hugging Face checkpoint, a repository of the hub, the folder of a run
-    of `overspill train` or `finetune`, or a model from `overspill.load` or `overspill.offload`.
+    `model` is the folder of a Hugging Face checkpoint, a GGUF file, a repository of the hub, the
+    folder of a run of `overspill train` or `finetune`, or a model from `overspill.load` or
+    `overspill.offload`.
     `adapter` is a LoRA adapter to add to its weights, in a folder that peft or
     `overspill finetune --lora` has written; as `model` it is served with the base model that it
     names. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
@@ -170,7 +173,8 @@ class LLM:
         source = self._source
         new_mode(mode, pregate_level(source.model))  # it may refuse the model
         on_gpu = self.device.type == "cuda"
-        paged = can_page(source.model)
+        reason = why_not_paged(source.model)
+        paged = reason is None
         stateful, split = has_states(source.model), splits_prompts(source.model)
         checkpoints = self._new_checkpoints() if stateful and split else None
         runner: Runner
@@ -181,6 +185,8 @@ class LLM:
             decoding = slots, mode, migrate, cache_policy, checkpoints
             runner = PagedRunner(source.model, self.device, *limits, *decoding, predictor=predictor)
         else:
+            name = type(source.model).__name__
+            _log.warning("%s computes one request after another: %s", name, reason)
             runner = SequentialRunner(source.model, self.device)
         # what a decoder computes depends on the source too; states are found in checkpoints
         share = paged and not source.has_encoder and (not stateful or checkpoints is not None)

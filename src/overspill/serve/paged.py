@@ -18,7 +18,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention.bias import causal_lower_right
 
-from overspill.models.attention_cache import AttentionOptions, Indexer, Keys
+from overspill.models.attention_cache import AttentionOptions, Indexer, Keys, TokenBias
 
 _SCORES = 256 << 20
 """Bytes of attention scores that are in memory at a time."""
@@ -161,6 +161,11 @@ class PagedCache:
         """The next forward pass computes this batch."""
         self._layout = layout
 
+    @property
+    def positions(self) -> Tensor:
+        assert self._layout is not None
+        return self._layout.positions
+
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -184,7 +189,8 @@ class PagedCache:
                 last = last.clamp(max=read.shape[1] - 1)  # keys that it does not see are the worst
             q_Nh1d = q_Thd[single.rows].unsqueeze(2)
             k_NkLd, v_NkLd = (each[read].transpose(1, 2) for each in (keys, values))
-            y = _attention(q_Nh1d, k_NkLd, v_NkLd, last, options)
+            own = _of_rows(options, single.rows[:, None])
+            y = _attention(q_Nh1d, k_NkLd, v_NkLd, last, own)
             out[single.rows] = y.squeeze(2)
         for (rows, slots), chosen_TK in zip(reads.several, chosen.several_TK, strict=True):
             q_1hTd = q_Thd[rows].transpose(0, 1)[None]
@@ -192,7 +198,10 @@ class PagedCache:
             if across:
                 y = _attend_to_all(q_1hTd, k_1kLd, v_1kLd, options)
             else:
-                y = _attend_causally(q_1hTd, k_1kLd, v_1kLd, options, chosen_TK)
+                own = _of_rows(
+                    options, torch.arange(rows.start, rows.stop, device=slots.device)[None]
+                )
+                y = _attend_causally(q_1hTd, k_1kLd, v_1kLd, own, chosen_TK)
             out[rows] = y[0].transpose(0, 1)
         return out
 
@@ -274,6 +283,13 @@ class PagedCache:
         return self._layers[layer]
 
 
+def _of_rows(options: AttentionOptions, rows_NT: Tensor) -> AttentionOptions:
+    """With the bias of these rows only, if each token has one of its own."""
+    if isinstance(options.bias, TokenBias):
+        return options._replace(bias=options.bias.of_rows(rows_NT))
+    return options
+
+
 def score_parts(n_queries: int, n_scores: int) -> list[slice]:
     """The parts of queries with `n_scores` each whose scores are in memory at a time."""
     size = max(1, _SCORES // max(4 * n_scores, 1))
@@ -312,7 +328,8 @@ def _attend_causally(
         if chosen_TK is not None:
             sees = torch.zeros(stop - start, n_keys, dtype=torch.bool, device=q.device)
             sees = sees.scatter_(1, chosen_TK[start:stop], True)[None, :, keys]
-        found.append(_attention(q, k, v, positions[None], options, sees_NTL=sees))
+        own = _of_rows(options, torch.arange(start, stop, device=q.device)[None])
+        found.append(_attention(q, k, v, positions[None], own, sees_NTL=sees))
     return torch.cat(found, dim=2)
 
 

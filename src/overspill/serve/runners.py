@@ -4,7 +4,7 @@ import abc
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from overspill.hardware.machine import available_memory
 from overspill.models.attention_cache import IN_USE, ReplacedAttention, attention_cache
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.recurrent import RecurrentStates, States, StateSpan
+from overspill.models.huggingface.relative import RelativeAttention
 from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
 from overspill.models.huggingface.sparse import SparseAttention
 from overspill.moe.engine import Engine
@@ -25,7 +26,7 @@ from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
 from overspill.serve.scheduler import Work
 from overspill.serve.states import Part, StateSlots
-from overspill.serve.support import has_states, is_sparse, splits_prompts
+from overspill.serve.support import has_states, splits_prompts
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
@@ -138,7 +139,8 @@ class PagedRunner(Runner):
         self._slots: StateSlots | None = None
         if has_states(model):
             self._states, self._slots = RecurrentStates(model, max_batch), StateSlots(max_batch)
-        self._sparse = SparseAttention(model) if is_sparse(model) else None
+        replaced = self._seq2seq, self._states, SparseAttention(model), RelativeAttention(model)
+        self._replacements = [each for each in replaced if each is not None]
         self._splits = splits_prompts(model)
         self._decode: Decode | None = None
         if fused:
@@ -172,9 +174,11 @@ class PagedRunner(Runner):
     @contextmanager
     def _replaced(self) -> Iterator[None]:
         """Within it, the model computes batches."""
-        others = self._seq2seq or self._states or self._sparse
-        replaced = nullcontext() if others is None else others.replaced()
-        with self._attention, replaced, _evaluating(self._model):
+        with ExitStack() as stack:
+            for each in self._replacements:
+                stack.enter_context(each.replaced())
+            stack.enter_context(self._attention)
+            stack.enter_context(_evaluating(self._model))
             yield
 
     def _run(self, batch: Sequence[Work]) -> Tensor:

@@ -256,6 +256,8 @@ def _key_elements(module: Any) -> int:
     """The widths of the keys and values of an attention module together, or of the keys of an
     indexer; 0 for other modules, and
     for those whose projections have other names."""
+    if hasattr(module, "v_proj_delayed"):  # Zaya's keys, with halves of values
+        return 2 * int(module.k_proj.out_features)
     if is_recurrent(module):
         return 0
     if index_width(module):

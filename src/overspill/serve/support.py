@@ -3,60 +3,65 @@
 from typing import Any
 
 from overspill.models.gpt import GPTMoE
-from overspill.models.huggingface import recurrent, sparse
+from overspill.models.huggingface import recurrent, relative, sparse
 from overspill.models.huggingface.seq2seq import is_encoder_decoder
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rotary embeddings that do not change with the length of the sequence."""
-_OTHERWISE = frozenset({"phimoe"})
-"""Model types whose attention is not told all: sliding windows are in its mask only."""
+_KNOWN = recurrent.TYPES | relative.TYPES | sparse.TYPES
+"""Model types whose tokens are connected by more than keys and values, in known modules."""
 
 
-def can_page(model: Any) -> bool:
-    """Whether attention to keys and values of earlier tokens, and states in known modules, are all
-    that connects the tokens of a sequence, and can be replaced."""
-    if isinstance(model, GPTMoE):
-        return True
-    if is_encoder_decoder(model.config):  # of those that are served at all
-        return True
+def why_not_paged(model: Any) -> str | None:
+    """Why a model computes one request after another; None if it computes them together: attention
+    to keys and values of earlier tokens, and known modules, are all that connects the tokens of a
+    sequence, and can be replaced."""
+    if isinstance(model, GPTMoE) or is_encoder_decoder(model.config):  # of those that are served
+        return None
     config = model.config.get_text_config()
-    if has_states(model) or is_sparse(model):
-        return _rope_types(getattr(config, "rope_parameters", None)) <= _ROPE
-    return (
-        bool(getattr(model, "_supports_attention_backend", False))
-        and config.model_type not in _OTHERWISE
-        and set(getattr(config, "layer_types", None) or ()) <= _LAYERS
-        and _rope_types(getattr(config, "rope_parameters", None)) <= _ROPE
-    )
+    rope = _rope_types(config) - _ROPE
+    if rope:
+        return f"its rotary embeddings ({', '.join(rope)}) change with the length of a sequence"
+    if config.model_type == "minimax" and config.sliding_window is not None:
+        return "with sliding_window, MiniMax computes otherwise with its own cache than without"
+    if config.model_type in _KNOWN:
+        return None
+    layers = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
+    if layers:
+        return f"its layers ({', '.join(sorted(layers))}) keep more than keys and values"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    return None
 
 
 def has_states(model: Any) -> bool:
     """Whether a model keeps a state of each sequence beside keys and values, in known modules."""
-    if isinstance(model, GPTMoE):
+    if isinstance(model, GPTMoE) or why_not_paged(model) is not None:
         return False
-    config = model.config.get_text_config()
-    # with a window, MiniMax computes otherwise with its own cache than without
-    window = config.model_type == "minimax" and config.sliding_window is not None
-    return config.model_type in recurrent.TYPES and not window
-
-
-def is_sparse(model: Any) -> bool:
-    """Whether an indexer chooses the tokens that a token sees, in known modules."""
-    if isinstance(model, GPTMoE):
-        return False
-    return model.config.get_text_config().model_type in sparse.TYPES
+    return model.config.get_text_config().model_type in recurrent.TYPES
 
 
 def splits_prompts(model: Any) -> bool:
     """Whether a prompt may be computed in pieces. Jamba's modules begin a piece of several tokens
     with an empty state."""
-    return can_page(model) and (isinstance(model, GPTMoE) or model.config.model_type != "jamba")
+    if why_not_paged(model) is not None:
+        return False
+    return isinstance(model, GPTMoE) or model.config.model_type != "jamba"
 
 
-def _rope_types(parameters: Any) -> set[str]:
+def _rope_types(config: Any) -> set[str]:
+    found = _all_rope_types(getattr(config, "rope_parameters", None))
+    if config.model_type == "phimoe" and "longrope" in found:
+        # its module has the same frequencies for every length, and may have the same scale
+        rope = config.rope_parameters
+        return found - {"longrope"} if rope["short_mscale"] == rope["long_mscale"] else found
+    return found
+
+
+def _all_rope_types(parameters: Any) -> set[str]:
     if not isinstance(parameters, dict):
         return set()
     if "rope_type" in parameters:
         return {parameters["rope_type"]}
-    return {name for each in parameters.values() for name in _rope_types(each)}
+    return {name for each in parameters.values() for name in _all_rope_types(each)}

@@ -23,7 +23,9 @@ pytestmark = INTERPRETED
 STATEFUL = [name for name in ALL if name != "nemotron_h"]  # kernels do not have its activation
 
 
-@pytest.mark.parametrize("name", slow_names(STATEFUL, *{*STATEFUL} - {"qwen3_next", "kimi_linear"}))
+@pytest.mark.parametrize(
+    "name", slow_names(STATEFUL, *{*STATEFUL} - {"qwen3_next", "inkling_text"})
+)
 def test_logits_are_those_of_transformers(
     name: str, tmp_path: Path, module_steps: list[int]
 ) -> None:

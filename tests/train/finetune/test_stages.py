@@ -3,7 +3,6 @@
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.finetune.finetuner import finetune
-from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.metrics import read_lines
 from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import tiny_settings, write_jsonl, write_pairs
@@ -114,15 +112,6 @@ def test_pre_gates_are_trained_in_stages(mixtral: Path, pairs: Path, tmp_path: P
         assert evals[0] == evals[1] != []
         files = [weights(tmp_path / name / "final") for name in (one, two)]
         assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
-
-
-def test_pre_gates_are_refused_where_ranks_divide_the_stages(
-    mixtral: Path, pairs: Path, tmp_path: Path
-) -> None:
-    team: Any = SimpleNamespace(n_stages=2)
-    settings = tiny_settings(mixtral, pairs, tmp_path / "run", stages=2)
-    with pytest.raises(ConfigError, match=r"pre-gates are not sent.*give --stage-gpus 1"):
-        plan_finetuning(PregateConfig.make(settings), print, team)
 
 
 def test_encoder_decoders_are_refused(switch: Path, tmp_path: Path) -> None:

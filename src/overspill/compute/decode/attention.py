@@ -91,7 +91,8 @@ def attend(
 ) -> Tensor:
     """Attention of one token of each sequence to those up to its position, [B, h * d]; values may
     have another width than keys. `bias` is for keys 0, 1, ... tokens before; those farther away
-    have the last one. A sequence is divided over several programs, whose results are combined."""
+    have the last one. It may differ by sequence, [B, h, n]. A sequence is divided over several
+    programs, whose results are combined."""
     keys, values = cache
     batch, heads, width = q_Bhd.shape
     kv_heads, out_width = values.shape[1:]
@@ -101,10 +102,11 @@ def attend(
     sums = torch.empty(batch, heads, parts, out_width, dtype=torch.float32, device=q_Bhd.device)
     stats = torch.empty(batch, heads, parts, 2, dtype=torch.float32, device=q_Bhd.device)
     group = heads // kv_heads
-    reach = 1 if bias_hn is None else bias_hn.shape[1]
+    reach = 1 if bias_hn is None else bias_hn.shape[-1]
+    bias_stride = 0 if bias_hn is None or bias_hn.dim() == 2 else bias_hn.stride(0)
     _attend_kernel[(batch, kv_heads, parts)](
         q_Bhd, keys, values, positions_B, blocks_Bn, q_Bhd if bias_hn is None else bias_hn, sums,
-        stats, scale, softcap or 0.0, blocks_Bn.stride(0), parts, window or 0, reach,
+        stats, scale, softcap or 0.0, blocks_Bn.stride(0), parts, window or 0, reach, bias_stride,
         bias_hn is not None, softcap is not None, group, kv_heads, block_size,
         width, max(16, power(width)), out_width, max(16, power(out_width)), part,
         min(64, part), max(16, power(group)), WIDEN, num_warps=4, **early(q_Bhd.device),
@@ -121,10 +123,10 @@ def attend(
 @triton.jit
 def _attend_kernel(
     q, keys, values, positions, blocks, bias, sums, stats, scale, softcap, n_blocks, parts, window,
-    reach, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, OUT_WIDTH: tl.constexpr,
-    OUT_LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    reach, bias_stride, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    OUT_WIDTH: tl.constexpr, OUT_LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     after(EARLY)
@@ -162,7 +164,7 @@ def _attend_kernel(
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         if BIAS:
             distance = tl.minimum(position - tokens, reach - 1)
-            at = (kv_head * GROUP + rows)[:, None] * reach + distance[None, :]
+            at = batch * bias_stride + (kv_head * GROUP + rows)[:, None] * reach + distance[None, :]
             seen = own[:, None] & sees[None, :]
             scores += tl.load(bias + at, mask=seen, other=0.0).to(tl.float32)
         scores = tl.where(sees[None, :], scores, -1e30)

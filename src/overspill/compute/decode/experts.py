@@ -158,17 +158,22 @@ def _packed_in(
     up = gate + PACKING.up
     first = tl.zeros((ROWS, BLOCK), tl.float32)
     second = tl.zeros((ROWS, BLOCK), tl.float32)
+    w = _load_words(codes, gate, there, 0, GATE, BLOCK)
+    w2 = _load_words(codes, up, there, 0, UP, BLOCK) if GATED else w
     for start in range(0, words, BLOCK):
+        # first: they are on their way while others are computed
+        next_w = _load_words(codes, gate, there, start + BLOCK, GATE, BLOCK)
+        next_w2 = _load_words(codes, up, there, start + BLOCK, UP, BLOCK) if GATED else next_w
         at = start + tl.arange(0, BLOCK)
         inside = at < words
         mask = there[:, None] & inside[None, :]
         group = (at * each // GATE.group)[None, :]
-        w = tl.load(codes + GATE.codes // 4 + gate * words + at[None, :], mask=mask, other=0)
         z = zeros_of_words(zeros, gate, group, mask, GATE)
+        scale = load_scales(scales, gate, group, mask, GATE) * sum_factor(GATE)
         g = tl.zeros((ROWS, BLOCK), tl.float32)
         if GATED:
-            w2 = tl.load(codes + UP.codes // 4 + up * words + at[None, :], mask=mask, other=0)
             z2 = zeros_of_words(zeros, up, group, mask, UP)
+            scale2 = load_scales(scales, up, group, mask, UP) * sum_factor(UP)
             u = tl.zeros((ROWS, BLOCK), tl.float32)
         for place in tl.static_range(each):
             value = tl.load(token + at * each + place, mask=inside, other=0.0).to(tl.float32)
@@ -176,11 +181,21 @@ def _packed_in(
             g += code_of_word(w, z, place, GATE) * value
             if GATED:
                 u += code_of_word(w2, z2, place, UP) * value
-        first += g * (load_scales(scales, gate, group, mask, GATE) * sum_factor(GATE))
+        first += g * scale
         if GATED:
-            second += u * (load_scales(scales, up, group, mask, UP) * sum_factor(UP))
+            second += u * scale2
+        w, w2 = next_w, next_w2
     g = tl.sum(first, 1) * load_factor(factors, True, GATE)
     return g, tl.sum(second, 1) * load_factor(factors, True, UP)
+
+
+@triton.jit
+def _load_words(codes, row, there, start, MATRIX: tl.constexpr, BLOCK: tl.constexpr):
+    """Codes of some columns of a packed matrix."""
+    words: tl.constexpr = MATRIX.columns * MATRIX.bits // 32
+    at = start + tl.arange(0, BLOCK)
+    mask = there[:, None] & (at < words)[None, :]
+    return tl.load(codes + MATRIX.codes // 4 + row * words + at[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -254,12 +269,12 @@ def _packed_out(
         mask = there[:, None] & here[None, :]
         group = (column * each // OUT.group)[None, :]
         z = zeros_of_words(at_record(zeros, offset)[None, :], row, group, mask, OUT)
+        scale = load_scales(at_record(scales, offset)[None, :], row, group, mask, OUT)
         part = tl.zeros((ROWS, BLOCK), tl.float32)
         for place in tl.static_range(each):
             inputs = a + (first + k) * OUT.columns + place * words + column
             value = tl.load(inputs, mask=here, other=0.0).to(tl.float32)
             part += code_of_word(w, z, place, OUT) * (value * input_factor(place, OUT))[None, :]
-        scale = load_scales(at_record(scales, offset)[None, :], row, group, mask, OUT)
         total += part * (scale * (share * sum_factor(OUT))[None, :])
         w = w2
     return total

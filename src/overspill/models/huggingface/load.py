@@ -65,8 +65,8 @@ def load(
     adapter: str | os.PathLike[str] | None = None,
     **config: Any,
 ) -> Any:
-    """Loads a Mixture-of-Experts checkpoint (a folder, or a repository of the hub) as a
-    transformers model with its experts offloaded, without ever holding them in memory twice.
+    """Loads a Mixture-of-Experts checkpoint (a folder, a GGUF file, or a repository of the hub) as
+    a transformers model with its experts offloaded, without ever holding them in memory twice.
 
     With `train` (the default) the model is in training mode and memory for the optimizer is
     planned; without it, the model is for inference. With `freeze_experts` the experts are
@@ -178,8 +178,9 @@ def _load_dense(
     given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
     source: Path | None = folder
     if checkpoint.packed or checkpoint.gguf is not None:
-        source, given["state_dict"] = None, {n: _OnDisk(checkpoint, n) for n in checkpoint.specs}
         given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
+        source = None
+        given["state_dict"] = {n: _OnDisk(checkpoint, n, given["dtype"]) for n in checkpoint.specs}
     with silence():  # what it would report is checked below
         try:
             model, info = kind.from_pretrained(
@@ -212,11 +213,18 @@ def _load_dense(
 class _OnDisk:
     """Tensor of a packed checkpoint, which transformers reads with `[...]` if it needs it."""
 
-    def __init__(self, checkpoint: CheckpointFolder, name: str) -> None:
-        self._checkpoint, self._name = checkpoint, name
+    def __init__(self, checkpoint: CheckpointFolder, name: str, dtype: object) -> None:
+        self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self._checkpoint.read_whole(self._name)
+        """Packed matrices are read in the dtype of the model: in float32 an embedding may be larger
+        than all experts of a layer."""
+        spec = self._checkpoint.specs[self._name]
+        if self._name not in self._checkpoint.packed or not isinstance(self._dtype, torch.dtype):
+            return self._checkpoint.read_whole(self._name)
+        whole = torch.empty(spec.shape, dtype=self._dtype)
+        self._checkpoint.read(self._name, 0, whole)
+        return whole
 
 
 def _complete(model: Any, folder: Path) -> None:

@@ -20,6 +20,7 @@ from overspill.models.huggingface.replaced import replaced_attributes
 
 _CACHE_ARGUMENTS = {
     "GraniteMoeHybridMambaLayer": "cache_params",
+    "InklingShortConvolution": "past_key_values",
     "JambaMambaMixer": "cache_params",
     "KimiLinearDeltaAttention": "cache_params",
     "Lfm2MoeShortConv": "past_key_values",
@@ -27,11 +28,14 @@ _CACHE_ARGUMENTS = {
     "NemotronHMamba2Mixer": "cache_params",
     "Qwen3NextGatedDeltaNet": "cache_params",
     "Qwen3_5MoeGatedDeltaNet": "cache_params",
+    "ZayaCCAProjection": "past_key_values",
 }
 """The argument that takes the cache, by the class of a module with states."""
+_ONLY_ROWS = frozenset({"ZayaCCAProjection"})
+"""Classes whose results have a row for each token; others may give states beside the first."""
 TYPES = frozenset({
-    "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h", "qwen3_next",
-    "qwen3_5_moe_text",
+    "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
+    "qwen3_next", "qwen3_5_moe_text", "zaya",
 })  # fmt: skip
 """Model types whose states are all in these modules."""
 
@@ -142,7 +146,8 @@ class RecurrentStates:
             self._keep(module, cache, group)
             if len(self._groups) == 1 and group.rows_NT.shape[0] == 1:
                 return found
-            out = _merge(out, found, group.rows_NT, row_1TD.shape[1])
+            n_results = len(found) if type(module).__name__ in _ONLY_ROWS else 1
+            out = _merge(out, found, group.rows_NT, row_1TD.shape[1], n_results)
         return out
 
     def _keep(self, module: nn.Module, cache: Any, group: "_Group") -> None:
@@ -200,12 +205,14 @@ def _find_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_recurrent(module)]
 
 
-def _merge(out: Any, found: Any, rows_NT: Tensor, n_rows: int) -> Any:
-    """Puts the results of a group into their rows; a tuple's results beside the first are the
-    states, which nobody reads."""
+def _merge(out: Any, found: Any, rows_NT: Tensor, n_rows: int, n_results: int = 1) -> Any:
+    """Puts the result of a group into its rows, or the first ones of several results; the others
+    are states, which nobody reads."""
     if isinstance(found, tuple):
-        first = _merge(None if out is None else out[0], found[0], rows_NT, n_rows)
-        return first, *(None for _ in found[1:])
+        before = (None,) * len(found) if out is None else out
+        merged = zip(before[:n_results], found, strict=False)
+        rest = (None for _ in found[n_results:])
+        return *(_merge(*each, rows_NT, n_rows) for each in merged), *rest
     if out is None:
         out = found.new_empty(1, n_rows, *found.shape[2:])
     out[0, rows_NT] = found
@@ -225,7 +232,7 @@ def _new_cache(module: Any) -> Any:
         def set_linear_cache(self, layer_idx: int, linear: Tensor) -> None:
             self.linear = linear
 
-    layer = LinearAttentionLayer()
+    layer = LinearAttentionLayer(number_of_states=getattr(module, "conv_idx", 0) + 1)
     return OneLayer(layers=[layer] * (module.layer_idx + 1))
 
 
@@ -258,15 +265,19 @@ def _states(cache: Any) -> Iterator[tuple[_Key, Tensor]]:
 
 def state_bytes(model: nn.Module) -> int:
     """Bytes of the states of one sequence; `model` may be on the meta device."""
-    modules = _find_modules(model)
-    kinds = {type(module): module for module in modules}
-    counts = Counter(type(module) for module in modules)
+    counts: Counter[Any] = Counter()
+    kinds = {}
+    for module in _find_modules(model):
+        kind = type(module), *(parameter.shape for parameter in module.parameters())
+        counts[kind] += 1
+        kinds[kind] = module
     return sum(count * _state_bytes(kinds[kind]) for kind, count in counts.items())
 
 
 def _state_bytes(module: nn.Module) -> int:
     weight = next(p for p in module.parameters() if p.dim() > 1)
-    width = next(int(m.in_features) for m in module.modules() if isinstance(m, nn.Linear))
+    linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
+    width = int(module.conv1d.in_channels if linear is None else linear.in_features)  # type: ignore
     others = inspect.signature(module.forward).parameters
     cache = _new_cache(module)
     given: dict[str, Any] = {_CACHE_ARGUMENTS[type(module).__name__]: cache}

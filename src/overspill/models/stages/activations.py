@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ class Parked:
     leaving: Arrival
     version: int
     returning: Arrival | None = None
-    notes: list[Notes] = field(default_factory=list)
-    """Of the tensors that share this memory."""
-    restored: NotedCopy | None = None
 
     @property
     def host(self) -> Tensor:
@@ -41,6 +38,17 @@ class Parked:
                 "saved it; offload_activations=False lets autograd say where"
             )
         self.leaving.wait()
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A tensor that autograd has saved."""
+
+    kept: Tensor | Parked
+    notes: Notes
+    """Of the tensor; a block may add to them after it was saved."""
+    copy: NotedCopy | None = None
+    """What autograd has got back, and its notes."""
 
 
 class ParkedActivations:
@@ -87,23 +95,24 @@ class ParkedActivations:
         saved = self._saved[key] = []
         known: dict[Hashable, Parked] = {}
 
-        def pack(tensor: Tensor) -> Tensor | Parked:
-            if tensor.nbytes < self._small or not _is_activation(tensor):
+        def pack(tensor: Tensor) -> Tensor | _Saved:
+            if not _is_activation(tensor):
                 return tensor
+            if tensor.nbytes < self._small:
+                return _Saved(tensor, notes_of(tensor))
             place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             memory = (*place, tensor._version)
             if memory not in known:  # several operations save the same one
                 known[memory] = self.park(tensor, "save")
                 saved.append(known[memory])
-            known[memory].notes.append(notes_of(tensor))  # a block may add to them later
-            return known[memory]
+            return _Saved(known[memory], notes_of(tensor))
 
-        def unpack(kept: Tensor | Parked) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            tensor = self.take(kept)
-            if kept.restored is None:
-                kept.restored = NotedCopy(tensor, kept.notes)
+        def unpack(found: Tensor | _Saved) -> Tensor:
+            if isinstance(found, Tensor):
+                return found
+            tensor = found.kept if isinstance(found.kept, Tensor) else self.take(found.kept)
+            if found.copy is None and found.notes:  # autograd makes another tensor of it
+                found.copy = NotedCopy(tensor, found.notes)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

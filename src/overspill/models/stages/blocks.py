@@ -1,6 +1,7 @@
 """The blocks of a model, and how one of its forwards passes only some of them."""
 
 import functools
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,20 @@ class Passing:
         end = len(self.tensors) - len(_tensors(self.ahead))
         results = iter(self.tensors[end:])
         return self.tensors[0], self.tensors[1:end], _map_ahead(self.ahead, lambda _: next(results))
+
+    def message(self) -> list[Tensor]:
+        """All of it as tensors, for another rank: the form of results of pre-gates comes last."""
+        if not self.ahead:
+            return [*self.tensors]
+        form = bytearray(pickle.dumps(self.ahead))
+        return [*self.tensors, torch.frombuffer(form, dtype=torch.uint8).to(self.tensors[0].device)]
+
+    @classmethod
+    def received(cls, message: Sequence[Tensor]) -> "Passing":
+        *tensors, form = message
+        if form.dtype is not torch.uint8:
+            return cls(message)
+        return cls(tensors, pickle.loads(bytes(form.tolist())))
 
 
 def _map_ahead(ahead: Ahead, function: Callable[[Tensor], Tensor]) -> Ahead:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.layer_map import StagePart
-from overspill.models.pregate import pregate_level
 from overspill.models.stages.activations import SMALL, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.checks import (
@@ -65,11 +64,6 @@ class Stages:
         self._model, self._engine = model, engine
         parts = self._parts(n_stages)
         ranks = None if engine.ranks is None else engine.ranks.stages
-        if ranks is not None and pregate_level(model):
-            raise ConfigError(
-                "pre-gates choose experts of later blocks, and their results are not sent to other "
-                'ranks; train them with a mesh without "stage", whose ranks have all stages'
-            )
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._stages = _own_stages(parts, *place)
         self.blocks = [part.blocks for part in parts]

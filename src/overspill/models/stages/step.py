@@ -131,9 +131,11 @@ class StagedPass:
         key = stage.number - 1, number
         if self.link is not None and stage.number:
             # whether the stage before needs gradients is not known here
-            received, needs_grad = self.link.receive(self.link.previous), torch.is_grad_enabled()
+            received = Passing.received(self.link.receive(self.link.previous))
+            self._ahead[key] = received.ahead
             self._passed[key] = [
-                _Passed(_like(tensor), None, tensor, needs_grad) for tensor in received
+                _Passed(_like(t), None, t, torch.is_grad_enabled() and t.is_floating_point())
+                for t in received.tensors
             ]
         return self._passed.get(key, [])
 
@@ -155,7 +157,7 @@ class StagedPass:
         self._passed[stage.number, number] = passed
         self._ahead[stage.number, number] = result.ahead
         if self.link is not None:
-            self.link.send(self.link.next, result.tensors)
+            self.link.send(self.link.next, result.message())
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -177,7 +179,8 @@ class StagedPass:
             activations.restore((stage, number + 1))  # beside this one
         passed = self._passed.pop((stage.number, number))
         if self.link is not None:
-            for each, grad in zip(passed, self.link.receive(self.link.next), strict=True):
+            sent = [each for each in passed if each.like.is_floating_point()]
+            for each, grad in zip(sent, self.link.receive(self.link.next), strict=True):
                 each.grad = grad
         ends, grads = [], []
         for each in passed:
@@ -201,10 +204,10 @@ class StagedPass:
             return
         grads = []
         for passed in self._passed.pop((stage.number - 1, number)):
-            if passed.grad is None:
-                grads.append(torch.zeros_like(passed.like, device=self.engine.device))
-            else:
+            if passed.grad is not None:
                 grads.append(self._unpark(passed.grad))
+            elif passed.like.is_floating_point():
+                grads.append(torch.zeros_like(passed.like, device=self.engine.device))
         self.link.send(self.link.previous, grads)
 
     def _accumulating(self, number: int) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from overspill.models.attention_cache import (
     Indexer,
     Keys,
     RelativeBias,
+    TokenBias,
     attention_cache,
 )
 from overspill.models.gpt import GPTMoE
@@ -98,6 +99,11 @@ class ModuleStep:
         logits: Tensor = out.logits[0]
         return logits
 
+    @property
+    def positions(self) -> Tensor:
+        assert self._batch is not None
+        return self._batch.positions
+
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -157,10 +163,12 @@ class ModuleStep:
         chosen_BK = every_BL.gather(1, found_BK.long())
         return batch.positions.clamp(max=indexer.most - 1), chosen_BK, 1
 
-    def _bias(self, bias: RelativeBias | None) -> Tensor | None:
-        """All layers have the same one."""
+    def _bias(self, bias: RelativeBias | TokenBias | None) -> Tensor | None:
+        """All layers have the same one, or each token has its own."""
         if bias is None:
             return None
+        if isinstance(bias, TokenBias):
+            return bias.by_distance_NhTn[0].transpose(0, 1).contiguous()
         if bias not in self._biases:
             self._biases[bias] = bias.by_distance()
         return self._biases[bias]

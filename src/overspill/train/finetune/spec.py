@@ -159,11 +159,6 @@ def plan_finetuning(
         _check_level(level, folder, model_config)
     if config.stages is not None:
         _check_stages(config.stages, model_config)
-        if (level or saved_level(folder) is not None) and team is not None and team.n_stages > 1:
-            raise ConfigError(
-                "--stages: the results of pre-gates are not sent to other GPUs, which would divide "
-                "the stages; give --stage-gpus 1"
-            )
     seq_len = choose_seq_len(config.data.seq_len, model_config)
     if config.model.balance and not hasattr(model_config, "output_router_logits"):
         raise ConfigError(

@@ -25,6 +25,8 @@ class Case:
     """The types of gate, up and down."""
     config: dict[str, Any] = field(default_factory=dict)
     fused: bool = False
+    old: bool = False
+    """One tensor for each expert, as in files of Mixtral from before April 2024."""
 
 
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -39,6 +41,7 @@ CASES = {
     ),
     "qwen2moe": Case("qwen2_moe", ("Q8_0", "Q8_0", "F16"), {"tie_word_embeddings": True}),
     "mixtral": Case("mixtral", ("IQ4_NL", "IQ4_NL", "Q4_0"), {"sliding_window": None}),
+    "mixtral-old": Case("mixtral", ("Q4_0", "Q4_0", "Q8_0"), {"sliding_window": None}, old=True),
     "gpt-oss": Case("gpt_oss", ("MXFP4", "MXFP4", "MXFP4"), {"rope_parameters": YARN}),
     "gpt-oss-q8": Case("gpt_oss", ("Q8_0", "Q8_0", "Q4_0"), {"rope_parameters": YARN}),
     "gpt-oss-mixed": Case("gpt_oss", ("Q8_0", "BF16", "Q4_0"), {"rope_parameters": YARN}),
@@ -74,7 +77,7 @@ def make_case(
     sizes |= {"intermediate_size": 64 if inner else 32}
     family = Family(case.model_type, lambda: tiny(case.model_type, **(sizes | case.config)))
     model: Any = make_model(family).eval()
-    write_gguf(model, path, choose or _choose(case), case.fused, **split)
+    write_gguf(model, path, choose or _choose(case), case.fused, case.old, **split)
     return family, model
 
 

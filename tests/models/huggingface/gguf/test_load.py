@@ -33,8 +33,13 @@ def test_config_weights_and_logits_are_those_of_the_model(name: str, tmp_path: P
             assert value == pytest.approx(model.config.to_dict()[key], rel=1e-6), key
 
 
-def test_bfloat16_is_the_nearest(tmp_path: Path) -> None:
-    make_case(CASES["qwen3moe-k"], tmp_path / "model.gguf")
+def test_bfloat16_is_the_default_and_the_nearest(tmp_path: Path) -> None:
+    _, model = make_case(CASES["qwen3moe-k"], tmp_path / "model.gguf")
+    loaded = load(tmp_path / "model.gguf", dtype=None)
+    state = loaded.state_dict()
+    for key, value in model.state_dict().items():
+        assert torch.equal(state[key] + 0, value.bfloat16()), key
+    loaded.overspill.close()
     with CheckpointFolder(tmp_path / "model.gguf") as checkpoint:
         assert checkpoint.plain_dtype(read_config(tmp_path / "model.gguf")) == torch.bfloat16
         for name, spec in checkpoint.specs.items():

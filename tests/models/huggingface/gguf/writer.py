@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written as llama.cpp's converter does, with its own package."""
 
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,11 @@ def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarra
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write_gguf(model: Any, path: Path, choose: Choose, fused: bool = False, **split: int) -> None:
+def write_gguf(
+    model: Any, path: Path, choose: Choose, fused: bool = False, old: bool = False, **split: int
+) -> None:
     """Writes a model, and changes its weights to the values that are stored. With `fused`, gate and
-    up of experts are one tensor."""
+    up of experts are one tensor; `old` files of Mixtral have one for each expert."""
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
@@ -66,22 +69,29 @@ def write_gguf(model: Any, path: Path, choose: Choose, fused: bool = False, **sp
                 assert stored is not None, source
                 if known != base:
                     stored = stored.replace("ffn_up", "ffn_gate_up")
-                kind = choose(f"{stored}.{end}", tuple(view.shape))
-                if kind in ("F32", "F16", "BF16"):
-                    dtype = {"F32": torch.float32, "F16": torch.half, "BF16": torch.bfloat16}[kind]
-                    rounded = view.to(dtype)
-                    raw = rounded.contiguous()
-                    data = raw.view(torch.uint8).numpy() if kind == "BF16" else raw.numpy()
-                    view.copy_(rounded)
-                else:
-                    data = random_blocks(kind, tuple(view.shape))
-                    view.copy_(torch.from_numpy(gguf.dequantize(data, Kind[kind])))
-                typed = None if kind in ("F32", "F16") else Kind[kind]
-                writer.add_tensor(f"{stored}.{end}", data, raw_dtype=typed)
+                parts = [(f"{stored}.{end}", view)]
+                if old and "_exps" in stored:
+                    base = stored.removesuffix("_exps")
+                    parts = [(f"{base}.{number}.{end}", part) for number, part in enumerate(view)]
+                for full, part in parts:
+                    _add(writer, full, part, choose(f"{stored}.{end}", tuple(part.shape)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, name: str, view: Any, kind: str) -> None:
+    """Adds a tensor of a type, and changes it to the values of the type."""
+    plain = {"F32": torch.float32, "F16": torch.half, "BF16": torch.bfloat16}.get(kind)
+    if plain is not None:
+        rounded = view.to(plain).contiguous()
+        data = (rounded.view(torch.uint8) if kind == "BF16" else rounded).numpy()
+        view.copy_(rounded)
+    else:
+        data = random_blocks(kind, tuple(view.shape), zlib.crc32(name.encode()))
+        view.copy_(torch.from_numpy(gguf.dequantize(data, Kind[kind])))
+    writer.add_tensor(name, data, raw_dtype=None if kind in ("F32", "F16") else Kind[kind])
 
 
 def _sources(config: Any, name: str, tensor: Tensor, fused: bool) -> list[tuple[str, Tensor]]:
