@@ -51,7 +51,10 @@ def experts_of_several(
         num_warps=1, **early(device),
     )  # fmt: skip
     packing, w_in, w_out, biases = packed or (None, *(Planes(base, base, base, base),) * 2, base)
-    tile = constants.GROUP_TILE if packed is None else constants.PACKED_GROUP_TILE
+    tile = constants.GROUP_TILE
+    if packed is not None:  # products in float32 have no tensor cores: large ones compile slowly
+        wide = x_BD.dtype == torch.float32
+        tile = constants.PACKED_WIDE_TILE if wide else constants.PACKED_GROUP_TILE
     common = packing, _TOKENS, tile.rows, tile.block, WIDEN
     _group_in_kernel[(triton.cdiv(d_hidden, tile.rows), pairs)](
         x_BD, base, *w_in, biases, offsets_BK, groups, hidden, *sizes, *kind, *common,

@@ -119,7 +119,7 @@ def _vocabulary(header: GgufHeader) -> Any:
 
 def _rope(header: GgufHeader) -> dict[str, Any]:
     """Rotary positions, plain or scaled."""
-    kind = header.get("rope.scaling.type", "none")
+    kind = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": header.get("rope.freq_base", 10000.0),

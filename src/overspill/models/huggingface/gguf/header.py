@@ -81,8 +81,17 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own metadata."""
-        return self.metadata.get(f"{self.architecture}.{key}", default)
+        """A number in the architecture's own metadata, or `default`. One for each layer is one if
+        all are the same."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+            raise CheckpointError(
+                f"{self.path}: {key} in its metadata is {str(value)[:60]!r}, not a number; {_AGAIN}, "
+                "or put the config.json of the original model into its folder"
+            )
+        return default if value is None else value
 
     @property
     def n_layers(self) -> int:
