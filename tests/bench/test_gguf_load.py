@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("scripts")
 def test_it_prints_a_row_for_each_type(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(sys, "argv", ["gguf_load.py", "--smoke", "--types", "Q4_K", "MXFP4"])
     importlib.import_module("gguf_load").main()

@@ -33,6 +33,12 @@ struct CodeRow {
     const float* token(int m) const {
         return reinterpret_cast<const float*>(tokens + m * token_bytes);
     }
+    // The last codes of a row, and zeros.
+    __attribute__((noinline)) const uint8_t* last_codes(int64_t at, uint8_t (&to)[16]) const {
+        std::memset(to, 0, 16);
+        std::memcpy(to, codes + at, columns - at);
+        return to;
+    }
     const float* sums(int m) const { return token(m) + padded(columns, ORDERED); }
 };
 
@@ -121,12 +127,9 @@ struct Avx2Dots : Avx2Codes {
     template <bool INTEGERS>
     TARGET_AVX2 INLINE void load_bytes(const CodeRow& row, int64_t at, __m128i turn,
                                        __m256 (&weight)[2]) {
-        alignas(16) uint8_t rest[16] = {};
+        alignas(16) uint8_t rest[16];
         const uint8_t* codes = row.codes + at;
-        if (at + 16 > row.columns) {
-            std::memcpy(rest, codes, row.columns - at);
-            codes = rest;
-        }
+        if (at + 16 > row.columns) codes = row.last_codes(at, rest);
         if constexpr (INTEGERS) {
             const __m128i bytes = _mm_xor_si128(
                 _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), turn);
@@ -250,12 +253,9 @@ struct Avx512Dots : Avx512Codes {
     // 16 codes of eight bits, without their unit.
     template <bool INTEGERS>
     TARGET_AVX512 INLINE __m512 load_bytes(const CodeRow& row, int64_t at, __m128i turn) {
-        alignas(16) uint8_t rest[16] = {};
+        alignas(16) uint8_t rest[16];
         const uint8_t* codes = row.codes + at;
-        if (at + 16 > row.columns) {
-            std::memcpy(rest, codes, row.columns - at);
-            codes = rest;
-        }
+        if (at + 16 > row.columns) codes = row.last_codes(at, rest);
         if constexpr (!INTEGERS) return _mm512_cvtph_ps(Avx2Codes::halves(codes));
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_xor_si128(bytes, turn)));

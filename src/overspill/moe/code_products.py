@@ -30,13 +30,11 @@ def without_few_rows(
     """Writes the outputs of packed experts with few token rows into `y_RD`, where the CPU is the
     compute device, and yields waves of the other experts."""
     format = None if layout.format is None else layout.format.of_layer(layer_pass.layer)
-    form = None
-    if isinstance(format, RecordFormat) and format.native is not None and y_RD.device.type == "cpu":
-        form = _form(layout, layer_pass)
-    if form is None:
+    on_cpu = isinstance(format, RecordFormat) and y_RD.device.type == "cpu"
+    form = _form(layout, layer_pass) if on_cpu else None
+    if form is None or not isinstance(format, RecordFormat) or format.native is None:
         yield from waves
         return
-    assert isinstance(format, RecordFormat)
     limit, threads = max_kernel_rows(layout.dtype, backward=False), torch.get_num_threads()
     for wave in waves:
         for run, is_few in _runs(wave, limit):

@@ -10,6 +10,7 @@ import overspill
 from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import ADAM, MODES
 from tests.models.stages.staged import MIXTRAL, Batch, micro_batches, train_plain, train_staged
+from tests.moe.oracle import Task, adamw, train_step
 from tests.parallel import test_stages as ranks
 from tests.parallel.processes import run_ranks
 
@@ -59,6 +60,44 @@ def test_stages_follow_plain_transformers(
     assert found.norms == pytest.approx(expected.norms, rel=1e-3)
     twin.overspill.check_conserved()
     twin.overspill.close()
+
+
+@pytest.mark.parametrize("small", [0, 1 << 16])
+def test_a_gpt_with_pre_gates_trains_as_without_stages(small: int) -> None:
+    """Blocks are recomputed from inputs that have come back from host memory, or have not left."""
+    task = Task(n_layers=4, micro_batches=3, checkpoint=True, clip=0.3, steps=3)
+    runs = []
+    for n_stages in (None, 3):
+        model: Any = task.model()
+        given = {"mode": "host", "slots": 5, "quiet": True, "progress": False}
+        overspill.offload(model, device="cuda", stages=n_stages, **given)  # type: ignore[arg-type]
+        overspill.pregate(model, 2)
+        optimizer, losses = adamw(model, task), []
+        stages = None
+        if n_stages is not None:
+            parked = {"offload_activations": True, "small_activation": small}
+            stages = overspill.Stages(model, **parked)  # type: ignore[arg-type]
+        for batches in task.batches():
+            on_gpu = [each.cuda() for each in batches]
+            if stages is None:
+                losses.append(train_step(model, optimizer, on_gpu))
+                continue
+            inputs = [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in on_gpu]
+            total: list[float] = []
+
+            def loss_of(_: int, output: Any, total: list[float] = total) -> torch.Tensor:
+                loss: torch.Tensor = output.loss / task.micro_batches
+                total.append(loss.item())
+                return loss
+
+            stages.backward(inputs, optimizer, loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(sum(total))
+        runs.append(losses)
+        model.overspill.check_conserved()
+        model.overspill.close()
+    assert runs[1] == pytest.approx(runs[0], rel=1e-4)
 
 
 def test_the_gpu_does_not_hold_the_activations_of_all_micro_batches() -> None:

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.gpu
 
 def load(pair: Pair, packed: bool) -> Any:
     given = {"device": "cuda", "dtype": "float32", "train": False, "quiet": True, "progress": False}
-    return overspill.load(pair.packed, packed=packed, **given)
+    settings = overspill.Settings(residency=False)  # experts stay where a test puts them
+    return overspill.load(pair.packed, packed=packed, settings=settings, **given)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,6 +65,10 @@ def test_tokens_are_those_of_unpacked_experts(
             alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
             together = [each.token_ids for each in llm.generate(PROMPTS, GREEDY)]
             many = [each.token_ids for each in llm.generate(PROMPTS * 4, GREEDY)]
+            stats = llm.stats()
+        if homes != "all":
+            assert stats["experts_missed"] > 0
+            assert (stats["experts_on_cpu"] > 0) == (migrate == "cpu")
         assert alone == together
         assert many == alone * 4, "an expert of many tokens is read once"
         tokens.append(alone)

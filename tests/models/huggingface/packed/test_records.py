@@ -17,7 +17,7 @@ from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.packed.cases import CASES, Pairs, load
 from tests.models.huggingface.test_load import again, outputs, tensors
-from tests.slow import slow_names
+from tests.slow import slow_names, slow_rows
 
 SLOW = "mxfp8", "fp8-tensor", "nvfp4-compressed", "int4", "int4-channel"  # read like others
 
@@ -48,8 +48,15 @@ def test_packed_experts_are_the_unpacked_ones(
     assert all(torch.equal(saved[key], value) for key, value in plain.items())
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "awq", "fp8-block"])
-@pytest.mark.parametrize("mode", ["host", "gpu"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("mxfp4", "host"),
+        ("fp8-block", "gpu"),
+        pytest.param("nvfp4", "gpu", marks=pytest.mark.slow),
+        pytest.param("awq", "host", marks=pytest.mark.slow),
+    ],
+)
 def test_experts_with_few_token_rows_are_not_unpacked(
     name: str, mode: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +125,37 @@ def test_adapters_of_packed_experts_are_trained(mode: str, pairs: Pairs, tmp_pat
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-6)
     for mine, theirs in zip(*trained, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("offload", slow_rows([False, True], 0))
+def test_adapters_of_packed_experts_are_trained_in_stages(offload: bool, pairs: Pairs) -> None:
+    """With the bits of micro-batches one after another; what passes may be in host memory."""
+    peft = pytest.importorskip("peft")
+    pair, found = pairs["nvfp4"], []
+    config = peft.LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    for n_stages in (None, 2):
+        model = load(pair.packed, mode="host", packed=True, freeze_experts=True)
+        batch = make_batch(pair.family, model)
+        batches = [batch, {name: value[1:] for name, value in batch.items()}]
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, config).train()
+        optimizer = overspill.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
+        parked = {"offload_activations": offload, "small_activation": 0}
+        stages = n_stages and overspill.Stages(adapted, n_stages, **parked)  # type: ignore[arg-type]
+        for _ in range(2):
+            if stages:
+                stages.backward(batches, optimizer)
+            for each in () if stages else batches:
+                (adapted(**each).loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = {n: p.detach().clone() for n, p in adapted.named_parameters() if p.requires_grad}
+        found.append(trained)
+        model.overspill.check_conserved()
+        model.overspill.close()
+    assert found[0].keys() == found[1].keys() != set()
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
 
 
 def test_experts_move_between_host_and_device(pairs: Pairs) -> None:

@@ -88,8 +88,8 @@ class GgufHeader:
             value = value[0]
         if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
             raise CheckpointError(
-                f"{self.path}: {key} in its metadata is {str(value)[:60]!r}, not a number; {_AGAIN}, "
-                "or put the config.json of the original model into its folder"
+                f"{self.path}: {key} in its metadata is {str(value)[:60]!r}, not a number; "
+                f"{_AGAIN}, or put the config.json of the original model into its folder"
             )
         return default if value is None else value
 
