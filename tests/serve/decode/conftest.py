@@ -32,7 +32,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     without_overflow_checks(monkeypatch)
     monkeypatch.setattr(misses, "SPIN_NS", 20_000)
-    for name in ("LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"):
+    tiles = "LARGE_TILE", "SMALL_TILE", "EXPERT_IN_TILE", "EXPERT_OUT_TILE"
+    for name in (*tiles, "PACKED_IN_TILE", "PACKED_OUT_TILE"):
         monkeypatch.setattr(constants, name, constants.Tile(64, 64, 4))
     return count(DecodeStep, monkeypatch)
 

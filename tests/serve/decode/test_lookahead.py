@@ -21,7 +21,7 @@ from overspill.moe.predictor import Observer, Predictor
 from overspill.plan.popularity import LearningPace
 from overspill.serve.decode import host_experts, linked_experts
 from overspill.serve.decode.modes import Ahead
-from overspill.serve.decode.step import _Routing
+from overspill.serve.decode.step import DecodeStep
 from tests.models.huggingface.families import make_model
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
@@ -164,10 +164,18 @@ def test_nothing_is_named_where_it_would_not_be_used(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The CPU does not load experts for several tokens: a step does not compute their names."""
-    monkeypatch.setattr(_Routing, "guess", _never)
+    calls: list[int] = []
+    route = DecodeStep.route
+
+    def counted(own: DecodeStep, gate: Any, *args: Any, **named: Any) -> Any:
+        calls.append(gate.placeholder.layer)
+        return route(own, gate, *args, **named)
+
+    monkeypatch.setattr(DecodeStep, "route", counted)
     with served(gpt(CONFIG), tmp_path, small(PROMPTS[:2]), predictor=kind) as made:
         made.step()
         assert made.runner.stats()["experts_on_cpu"] > 0
+    assert calls == [0, 1, 2]
 
 
 def test_copied_gates_name_what_the_next_gate_would_choose(

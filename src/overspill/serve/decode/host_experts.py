@@ -112,6 +112,8 @@ class HostExperts:
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
         """Experts that a later layer will miss are loaded into the caches of the CPU between its
         requests, or read from disk when it gets the next one."""
+        if not self.follows(len(real_B)):
+            return
         table = self._table.offsets[ahead.layer]
         if ahead.ids_BK is None:
             announce(self._all[:, None], None, table, ahead.layer, self.buffers)

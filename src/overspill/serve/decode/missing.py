@@ -39,7 +39,7 @@ class MissingExperts(Protocol):
         """Those of a layer that the device reads where they are in host memory."""
 
     def follows(self, n_rows: int) -> bool:
-        """Whether a step of so many token rows gains if experts of later layers are named."""
+        """Whether `begin` does anything in a step of so many token rows."""
 
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
         """A later layer needs these experts."""

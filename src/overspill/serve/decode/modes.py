@@ -30,9 +30,9 @@ class Routings(Protocol):
     def known(self, layer: int) -> Tensor | None:
         """The ids of experts that a pre-gate has chosen already, [B, K]."""
 
-    def guess(self, layer: int) -> Tensor:
+    def guess(self, layer: int) -> Tensor | None:
         """Those that the gate of another layer chooses for the input of the current one, or that
-        the popularity predictor names."""
+        the popularity predictor names; None: the step has no use for them."""
 
 
 class Mode(Protocol):
@@ -95,7 +95,9 @@ class Lookahead:
         if later == routings.n_layers:
             return None
         ids = routings.known(later) if 0 < routings.level <= later else None
-        return Ahead(later, routings.guess(later) if ids is None else ids)
+        if ids is None:
+            ids = routings.guess(later)
+        return None if ids is None else Ahead(later, ids)
 
 
 class PreGated:

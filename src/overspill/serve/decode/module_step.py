@@ -63,6 +63,7 @@ class ModuleStep:
         self._model = model
         self._predictor = predictor
         self._inputs: list[Tensor] = []  # of the experts, layer by layer
+        self._asks = False  # whether it is of use to know experts of a later layer
         self._seq2seq = seq2seq
         self._states = states
         self._table = table
@@ -196,7 +197,8 @@ class ModuleStep:
             self._inputs.append(x_TD)
         link = staged = None
         if missing is not None:
-            ahead = self._mode.ahead(layer, self) if missing.follows(len(x_TD)) else None
+            self._asks = missing.follows(len(x_TD))
+            ahead = self._mode.ahead(layer, self)
             if ahead is not None:
                 missing.begin(ahead, batch.real)
             link, staged = missing.link(layer, len(x_TD)), missing.staged(layer)
@@ -224,7 +226,9 @@ class ModuleStep:
             return self._batch.ids[layer - self._first]
         return self._announced.get(layer)
 
-    def guess(self, layer: int) -> Tensor:
+    def guess(self, layer: int) -> Tensor | None:
+        if not self._asks:
+            return None
         assert self._batch is not None
         if self._batch.ids is not None:  # the routers do not choose
             return self._batch.ids[layer - self._first]

@@ -166,6 +166,7 @@ class _Routing:
         self.n_layers = len(ids_LBK)
         self._weights: dict[int, Tensor] = {}  # of layers whose experts are chosen already
         self._x: Tensor | None = None  # of the current layer
+        self._asks = False  # whether it is of use to know experts of a later one
         self.inputs_LBD: list[Tensor] = []  # of all layers so far
 
     def enter(self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode) -> Routed:
@@ -181,7 +182,8 @@ class _Routing:
         later = layer + self.level
         if self.level and later < self.n_layers:
             self._weights[later] = self._choose(later, None).weights
-        if missing is not None and missing.follows(len(x)):
+        self._asks = missing is not None and missing.follows(len(x))
+        if missing is not None:
             ahead = mode.ahead(layer, self)
             if ahead is not None:
                 missing.begin(ahead, self._batch.real)
@@ -195,7 +197,9 @@ class _Routing:
     def known(self, layer: int) -> Tensor | None:
         return self._ids_LBK[layer]
 
-    def guess(self, layer: int) -> Tensor:
+    def guess(self, layer: int) -> Tensor | None:
+        if not self._asks:
+            return None
         if self._given:  # the routers do not choose
             return self._ids_LBK[layer]
         assert self._x is not None

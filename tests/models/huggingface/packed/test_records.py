@@ -48,8 +48,15 @@ def test_packed_experts_are_the_unpacked_ones(
     assert all(torch.equal(saved[key], value) for key, value in plain.items())
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "awq", "fp8-block"])
-@pytest.mark.parametrize("mode", ["host", "gpu"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("mxfp4", "host"),
+        ("fp8-block", "gpu"),
+        pytest.param("nvfp4", "gpu", marks=pytest.mark.slow),
+        pytest.param("awq", "host", marks=pytest.mark.slow),
+    ],
+)
 def test_experts_with_few_token_rows_are_not_unpacked(
     name: str, mode: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
