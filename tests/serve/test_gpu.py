@@ -31,9 +31,10 @@ from tests.serve.test_failures import FailingJob
 pytestmark = pytest.mark.gpu
 GREEDY = overspill.SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 33, 7, 12, 80, 41, 3], [4], list(range(20, 50)), [5, 9, 33, 7, 12, 80, 41, 3]]
-_NAMES = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next")
-SERVED = [family for family in FAMILIES if family.name in _NAMES]
-READ = [family for family in SERVED if family.name != "qwen3_next"]
+_READ = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe")
+_MODULES = ("qwen3_next", "qwen3_5_moe", "zaya", "inkling_text", "deepseek_v32", "glm_moe_dsa")
+SERVED = [family for family in FAMILIES if family.name in (*_READ, *_MODULES)]
+READ = [family for family in SERVED if family.name in _READ]
 SMALL = GPTConfig(
     vocab=256, n_layers=4, d_model=128, d_hidden=192, n_heads=4, n_experts=4, top_k=4, gated=True,
     max_seq=128,
