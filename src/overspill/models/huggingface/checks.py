@@ -23,6 +23,9 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
+_GIVE = (
+    "give the folder of a checkpoint, a GGUF file, or a repository like mistralai/Mixtral-8x7B-v0.1"
+)
 _CONVERT = (
     'python -c "from transformers import AutoTokenizer as T, {model} as M; '
     "M.from_pretrained('{folder}').save_pretrained('{out}'); "
@@ -59,6 +62,11 @@ def _local(path_or_repo: str | os.PathLike[str]) -> Path | None:
     path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
     if path.is_dir() or is_gguf(path):
         return path
+    if path.suffix.lower() == ".gguf" and path.parent.is_dir():
+        files = sorted(file.name for file in path.parent.iterdir() if is_gguf(file))
+        shown = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
+        fix = f"the folder {path.parent} has {shown}" if files else _GIVE
+        raise ConfigError(f"{name} does not exist; {fix}")
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     if not (owner and repository and file) or not name.lower().endswith(".gguf"):
@@ -87,7 +95,8 @@ def find_gguf(folder: Path) -> Path | None:
         return first_file(folder)
     if _has_safetensors(folder):
         return None
-    files = [file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj")]
+    ggufs = filter(is_gguf, folder.iterdir())
+    files = [file for file in ggufs if not file.name.startswith("mmproj")]
     models = sorted({first_file(file) for file in files})
     if len(models) > 1:
         raise ConfigError(
@@ -108,10 +117,7 @@ def _repository(path_or_repo: str | os.PathLike[str]) -> str:
     if path.is_file():
         raise ConfigError(f"{name} is a file; give the folder of a checkpoint, or a GGUF file")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ConfigError(
-            f"{name} does not exist; give the folder of a checkpoint, a GGUF file, or a repository "
-            "like mistralai/Mixtral-8x7B-v0.1"
-        )
+        raise ConfigError(f"{name} does not exist; {_GIVE}")
     return name
 
 

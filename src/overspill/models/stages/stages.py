@@ -177,11 +177,13 @@ class Stages:
         large = [stage for stage in self._stages if not self._engine.stage_order.fits(stage.layers)]
         if large:
             self._warned = True
+            divisible = any(len(stage.blocks) > 1 for stage in large)
             _log.warning(
                 "the experts of %d of %d stages do not fit in the GPU's slots at once, and are "
-                "uploaded for each micro-batch; give more stages, or more GPU memory",
+                "uploaded for each micro-batch; give %smore slots or GPU memory",
                 len(large),
                 len(self._stages),
+                "more stages, or " if divisible else "",
             )
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import gguf
 import pytest
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.checks import check_checkpoint, find_folder
+from overspill.models.huggingface.checks import check_checkpoint, find_folder, find_gguf
 from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.gguf import header, weights
 from overspill.models.huggingface.gguf.header import TYPES, read_header
@@ -102,6 +102,23 @@ def test_missing_and_renamed_files(tmp_path: Path) -> None:
     alone = first.rename(tmp_path / "alone.gguf")
     with pytest.raises(CheckpointError, match=r"alone\.gguf is part 1 of .*original names"):
         check_checkpoint(alone)
+
+
+def test_a_missing_file_of_a_folder_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: bytes
+) -> None:
+    folder = tmp_path / "models" / "mine"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    missing = ("models/wrong.gguf", "models/mine/wrong.gguf", folder / "wrong.gguf")
+    for name in missing:
+        with pytest.raises(ConfigError, match=r"wrong\.gguf does not exist; give the folder of"):
+            check_checkpoint(name)
+    (folder / "Right.GGUF").write_bytes(model)
+    for name in missing[1:]:
+        with pytest.raises(ConfigError, match=r"does not exist; .*mine has Right\.GGUF$"):
+            find_folder(name)
+    assert find_gguf(folder) == folder / "Right.GGUF"
 
 
 def test_models_that_are_not_read(tmp_path: Path, model: bytes) -> None:

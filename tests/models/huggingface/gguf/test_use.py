@@ -105,5 +105,7 @@ def test_a_plain_file_is_quantized(tmp_path: Path) -> None:
             if name in gguf.specs:
                 assert torch.equal(gguf.read_whole(name).float(), plain.read_whole(name))
     make_case(CASES["mixtral"], path)
-    with pytest.raises(ConfigError, match=r"is quantized already \(.*: type \w+\); leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"is quantized already \(.*: type \w+\); use it as it is"
+    ):
         load(path, quantize="int4")

@@ -69,8 +69,8 @@ def check_plain(folder: Tensors, names: Iterable[str], option: str) -> None:
         packed = folder.packed.get(name)
         if packed is not None and not packed.is_plain:
             raise ConfigError(
-                f"{option}: {folder.folder} is quantized already ({name}: {packed.kind}); leave it "
-                "out, or give the checkpoint in bf16 that it was made from"
+                f"{option}: {folder.folder} is quantized already ({name}: {packed.kind}); use it "
+                "as it is, or give the checkpoint in bf16 that it was made from"
             )
 
 
