@@ -284,10 +284,12 @@ def guessed(share: float) -> Iterator[None]:
     is right; others take the places of the rest. The kernels that would name them run too."""
     plain = step._Routing.guess
 
-    def guess(self: Any, layer: int) -> Tensor:
+    def guess(self: Any, layer: int) -> Tensor | None:
         given, self._given = self._given, False
-        plain(self, layer)
+        named = plain(self, layer)
         self._given = given
+        if named is None:
+            return None
         ids = self._ids_LBK[layer]
         places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
         number = self._batch.positions[:, None] * 7919 + places * 104_729 + layer * 1_299_709
