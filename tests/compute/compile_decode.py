@@ -137,7 +137,7 @@ CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FL
 CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "n_pairs", "words", "reach",
+    "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride",
 }  # fmt: skip
 
 
