@@ -38,7 +38,9 @@ def test_a_run_and_a_checkpoint_are_quantized_and_served(
     for source, out in ((str(run), folders[1]), (folders[0], folders[2])):
         capsys.readouterr()
         assert app(["export", source, out, "--quantize", "int4"]) == 0
-        assert "experts in int4) to" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "experts in int4) to" in told
+        assert f"overspill generate {out} PROMPT --packed" in told
     names = {path.name for path in Path(folders[0]).iterdir()}
     for name in names:
         one, other = (Path(folder, name).read_bytes() for folder in folders[1:])

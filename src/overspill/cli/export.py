@@ -1,5 +1,6 @@
 """`overspill export`: converts a trained model to a Hugging Face checkpoint, and quantizes it."""
 
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ has gated experts in every layer and at least two experts per token, else as a c
 Overspill, which transformers knows after [bold]import overspill[/bold].
 
 With [bold]--quantize[/bold] the experts are packed in 4 or 8 bits, and MODEL may also be a \
-Hugging Face checkpoint in bf16, fp16 or fp32. transformers and vLLM open the result.
+Hugging Face checkpoint in bf16, fp16 or fp32. transformers and vLLM open most results.
 
 [bold]Examples[/bold]
 
@@ -75,10 +76,14 @@ def _export(
 
     def describe(done: Exported) -> str:
         packed = f", experts in {name}" if name else ""
+        use = f"AutoModelForCausalLM.from_pretrained({done.out!r})"
+        if name:  # not every quantized model can be opened so
+            use = f"overspill generate {shlex.quote(done.out)} PROMPT --packed"
+        elif done.model_type == "overspill_gpt":
+            use += " after import overspill"
         return (
             f"wrote {done.checkpoint} ({done.parameters:,} parameters{packed}) to {done.out} "
-            f"({format_size(done.bytes)}): AutoModelForCausalLM.from_pretrained({done.out!r})"
-            + (" after import overspill" if done.model_type == "overspill_gpt" else "")
+            f"({format_size(done.bytes)}): {use}"
         )
 
     out = out.expanduser()
