@@ -121,6 +121,7 @@ def check(bench: ModuleType, out: Path) -> None:
     assert (out / "switch-quality.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_call_continues_an_earlier_one(
     bench: ModuleType,
     data: Path,
