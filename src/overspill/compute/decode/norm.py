@@ -19,15 +19,16 @@ def add_norm(
     weight_D: Tensor,
     eps: float,
     host: HostRows | None = None,
+    shift: float = 0.0,
 ) -> Tensor:
     """Adds up to two parts [B, D] and the rows of the CPU to the residual, in place; returns its
-    RMS norm."""
+    RMS norm, with `shift` added to the weight."""
     n_rows, width = residual_BD.shape
     out = torch.empty_like(residual_BD)
     a, b = (*parts, *([residual_BD] * (2 - len(parts))))
     rows, how = ((residual_BD,) * 3, 0) if host is None else (host, host.prepare())
     _add_norm_kernel[(n_rows,)](
-        residual_BD, a, b, *rows, weight_D, out, width, eps, len(parts), how, out.is_cuda,
+        residual_BD, a, b, *rows, weight_D, out, width, eps, shift, len(parts), how, out.is_cuda,
         power(width), num_warps=8, **early(out.device),
     )  # fmt: skip
     return out
@@ -35,12 +36,13 @@ def add_norm(
 
 @triton.jit
 def _add_norm_kernel(
-    residual, a, b, host, missed, done, weight, out, width, eps, N_PARTS: tl.constexpr,
-    HOST: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    residual, a, b, host, missed, done, weight, out, width, eps, shift,
+    N_PARTS: tl.constexpr, HOST: tl.constexpr, ON_GPU: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32) + shift
     after(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = row * width + columns
