@@ -19,6 +19,7 @@ from overspill.compute.decode import (
     linear,
     migrate,
     norm,
+    packed_experts,
     routing,
 )
 from overspill.compute.decode.packing import packed_records
@@ -27,7 +28,17 @@ from tests.compute.packed import make_experts
 
 KERNELS = {
     name: kernel
-    for module in (attention, expert_groups, experts, host, linear, migrate, norm, routing)
+    for module in (
+        attention,
+        expert_groups,
+        experts,
+        host,
+        linear,
+        migrate,
+        norm,
+        packed_experts,
+        routing,
+    )
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
@@ -60,12 +71,12 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
-    "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
+    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
-    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
-    "ROWS": 1, "BLOCK": 256,
+    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
+    "BLOCK": 256,
 }  # fmt: skip
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
@@ -110,6 +121,9 @@ CASES += [
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
 TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+TILE = {"ROWS": 4, "BLOCK": 512}
+WIDE_INPUTS = {"inputs": "*fp32", "out": "*fp32"}
+ARRANGE = {"BLOCK": 512, "REQUEST": 4, "ON_GPU": True}
 for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
     stack = form == "mxfp4-stack"
     shape = ExpertShape(512, 256, gated=True, bias=stack, transposed=stack)
@@ -126,13 +140,11 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
     ]
     w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
     CASES += [
-        ("_expert_in_kernel", IN | into | {"ROWS": 8, "BLOCK": 64}, w_in),
-        (
-            "_expert_out_kernel",
-            OUT | own | {"HIDDEN": 256, "ROWS": 4, "BLOCK": 64},
-            w_out | {"out": "*fp32"},
-        ),
+        ("_packed_in_kernel", into | TILE | {"GATED": True}, w_in | WIDE_INPUTS),
+        ("_packed_out_kernel", own | TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
     ]
+    matrix = {"MATRIX": packed.packing.gate}
+    CASES.append(("_arrange_kernel", ARRANGE | matrix, FLAGS | {"out": "*fp32"}))
     if form != "mxfp8":
         CASES += [
             ("_group_in_kernel", GROUP_IN | into | {"BLOCK": 16}, w_in),
@@ -172,6 +184,8 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
     compiled = triton.compile(source, target=GPUTarget("cuda", to, 32))
     # weights are read 16 bytes at a time
     ptx = compiled.asm["ptx"]
+    if "_packed" in name:
+        assert f"ld.global.v{constants['PACKING'].gate.unit}.b32" in ptx, name
     if "linear" in name or ("expert_in" in name and not constants["TRANSPOSED"]):
         assert "ld.global.v4.b32" in ptx, name
 
