@@ -1,10 +1,11 @@
 """The common structure of decoders, read from a model: what a decoding step computes.
 
 RMS norms, rotary attention with grouped heads or the gated delta rule, experts chosen by a softmax,
-perhaps an expert for all tokens beside them. Models that differ run through their own modules.
+perhaps an expert for all tokens beside them. seq2seq.py reads the decoders of encoder-decoders into
+the same structure. Models that differ run through their own modules.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.compute.activation import Form, form_of
+from overspill.compute.activation import Form, Function, form_of
 from overspill.compute.decode.delta import DeltaShape, Place
+from overspill.models.attention_cache import RelativeBias
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.models.pregate import pregate_level
@@ -41,13 +43,15 @@ _FILES = frozenset({
 class Norm:
     weight: Tensor
     eps: float
-    shift: float = 0.0
-    """Is added to the weight."""
+    bias: Tensor | None = None  # of a layer norm
+    scale: float = 1.0  # of the result
+    shift: float = 0.0  # is added to the weight
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of packed queries, keys and values [(h + 2k) d, D], and of the output."""
+    """Weights of packed queries, keys and values [(h + 2k) d, D], and of the output. The queries of
+    attention to a source are alone: its keys and values are known."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -56,14 +60,13 @@ class Attention:
     heads: int
     kv_heads: int
     width: int
-    head_norms: tuple[Norm, Norm] | None  # of each head of queries and keys
-    row_norms: tuple[Norm, Norm] | None  # of all heads together
-    clip: float | None
     scale: float
-    window: int | None
-    sinks: Tensor | None
-    gated: bool = False
-    """Each head of queries is followed by gates of its output."""
+    head_norms: tuple[Norm, Norm] | None = None  # of each head of queries and keys
+    row_norms: tuple[Norm, Norm] | None = None  # of all heads together
+    clip: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+    gated: bool = False  # each head of queries is followed by gates of its output
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,20 @@ class Experts:
     normalize: bool
     placeholder: ExpertPlaceholder
     activation: Form
-    shared: Shared | None
+    shared: Shared | None = None
+    scale: float = 1.0  # of the weights of experts
+    ids: Tensor | None = None  # [K], int32: those of every token, whose weights the router gives
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Two linear maps with a function between them."""
+
+    w_in: Tensor
+    b_in: Tensor | None
+    w_out: Tensor
+    b_out: Tensor | None
+    function: Function
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,17 @@ class Layer:
     attention_norm: Norm
     attention: Attention | LinearAttention
     feed_norm: Norm
-    feed: Experts | Callable[[Tensor], Tensor]
+    feed: Experts | Dense | Callable[[Tensor], Tensor]
+    source: tuple[Norm, Attention] | None = None  # between the two
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Vectors that are added to those of tokens."""
+
+    table: Tensor
+    padding: int
+    """The padding token and its place in the table; the first position is in the place after."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +146,12 @@ class Decoder:
     norm: Norm
     head: Tensor
     head_bias: Tensor | None
-    cosines: Tensor  # [positions, n / 2] for the first n numbers of a head
-    sines: Tensor
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines, [positions, n / 2] for the first n numbers of a head."""
     level: int = 0  # of the pre-gates: a router is computed so many layers earlier
+    embedding_scale: float = 1.0
+    positions: Positions | None = None
+    bias: RelativeBias | None = None  # of the attention to tokens before, in all layers
 
     @cached_property
     def experts(self) -> list[Experts]:
@@ -135,6 +164,11 @@ class Decoder:
         mixers = ((number, layer.attention) for number, layer in enumerate(self.layers))
         return {number: own for number, own in mixers if isinstance(own, Attention)}
 
+    @property
+    def first(self) -> int:
+        """The number of the first layer of experts in the model."""
+        return self.experts[0].placeholder.layer if self.experts else 0
+
 
 def read_decoder(model: Any, context: int) -> Decoder | None:
     """The structure of a model for sequences of `context` tokens; None if it differs. The weights
@@ -146,7 +180,8 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     if config.model_type not in {*_TYPES, _OWN} or (nested and config.model_type not in _HYBRID):
         return None
     inner = model.model.language_model if nested else model.model
-    if any(_quirks([model, model.model, *inner.modules(), *model.lm_head.modules()])):
+    modules = model, model.model, *inner.modules(), *model.lm_head.modules()
+    if has_quirks(modules, _PLAIN, _FILES):
         return None
     kinds = getattr(config, "layer_types", None) or ()
     if config.model_type in _HYBRID and "full_attention" not in kinds:
@@ -159,7 +194,7 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     head = model.lm_head
     return Decoder(
         inner.embed_tokens.weight.data, layers, _norm(inner.norm, shift), head.weight.data,
-        _data(head.bias), *tables, pregate_level(model),
+        data_of(head.bias), tables, pregate_level(model),
     )  # fmt: skip
 
 
@@ -183,8 +218,17 @@ def _shift(config: Any) -> float:
     return 1.0 if config.model_type in _HYBRID else 0.0
 
 
-def _quirks(modules: Iterable[Any]) -> Iterator[bool]:
-    """What a user may have changed in a model: such a model is computed by its own modules."""
+def has_quirks(
+    modules: Iterable[nn.Module], plain: Collection[type], files: Collection[str]
+) -> bool:
+    """Whether a user may have changed a model whose modules have `plain` classes, or are defined in
+    these files: it is computed by its own modules."""
+    return any(_quirks(modules, plain, files))
+
+
+def _quirks(
+    modules: Iterable[Any], plain: Collection[type], files: Collection[str]
+) -> Iterator[bool]:
     for module in modules:
         yield bool(module._forward_hooks or module._forward_pre_hooks)
         yield "forward" in vars(module)
@@ -192,12 +236,12 @@ def _quirks(modules: Iterable[Any]) -> Iterator[bool]:
         if kind.__module__ == pregate.__name__:  # what it changes is read too
             kind = kind.__mro__[1]
         # a subclass, LoRA, quantized weights
-        yield kind not in _PLAIN and kind.__module__ not in _FILES
+        yield kind not in plain and kind.__module__ not in files
         if isinstance(getattr(module, PLACEHOLDER, None), ExpertPlaceholder):
-            yield _activation(module) is None
+            yield activation_of(module) is None
 
 
-def _activation(experts: Any) -> Form | None:
+def activation_of(experts: Any) -> Form | None:
     """None if the kernels do not have that of an experts module."""
     placeholder: ExpertPlaceholder = getattr(experts, PLACEHOLDER)
     return form_of(placeholder.activation, placeholder.engine.shape.gated)
@@ -222,11 +266,11 @@ def _read_layer(config: Any, layer: Any) -> Layer:
 def _read_experts(config: Any, mlp: Any) -> Experts:
     oss = config.model_type == "gpt_oss"
     router = mlp.router if oss else mlp.gate
-    activation = _activation(mlp.experts)
+    activation = activation_of(mlp.experts)
     assert activation is not None
     shared = _read_shared(mlp) if hasattr(mlp, "shared_expert") else None
     return Experts(
-        router.weight.data, _data(getattr(router, "bias", None)), config.model_type == _OWN,
+        router.weight.data, data_of(getattr(router, "bias", None)), config.model_type == _OWN,
         router.top_k, not oss, bool(getattr(router, "norm_topk_prob", True)),
         getattr(mlp.experts, PLACEHOLDER), activation, shared,
     )  # fmt: skip
@@ -273,10 +317,7 @@ def _read_linear(own: Any) -> LinearAttention:
 
 def _read_attention(config: Any, attention: Any) -> Attention:
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    weight = _join([each.weight for each in projections])
-    bias = None
-    if projections[0].bias is not None:
-        bias = _join([each.bias for each in projections])
+    weight, bias = join(projections)
     width, gated = attention.head_dim, config.model_type in _HYBRID
     norms = None
     if hasattr(attention, "q_norm"):
@@ -287,16 +328,16 @@ def _read_attention(config: Any, attention: Any) -> Attention:
         weight,
         bias,
         attention.o_proj.weight.data,
-        _data(attention.o_proj.bias),
+        data_of(attention.o_proj.bias),
         projections[0].out_features // width // (2 if gated else 1),
         projections[1].out_features // width,
         width,
+        attention.scaling,
         norms if by_head else None,
         None if by_head else norms,
         getattr(config, "clip_qkv", None),
-        attention.scaling,
         _window(config, attention),
-        _data(getattr(attention, "sinks", None)),
+        data_of(getattr(attention, "sinks", None)),
         gated,
     )
 
@@ -311,11 +352,17 @@ def _window(config: Any, attention: Any) -> int | None:
 
 def _norm(module: Any, shift: float = 0.0) -> Norm:
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return Norm(module.weight.data, eps, shift)
+    return Norm(module.weight.data, eps, shift=shift)
 
 
-def _data(parameter: Tensor | None) -> Tensor | None:
+def data_of(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.data
+
+
+def join(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """One weight and one bias of which those of linear maps become parts."""
+    weight = _join([each.weight for each in linears])
+    return weight, None if linears[0].bias is None else _join([each.bias for each in linears])
 
 
 def _join(parameters: list[Tensor]) -> Tensor:
@@ -331,26 +378,26 @@ def _join(parameters: list[Tensor]) -> Tensor:
 def _read_gpt(model: GPTMoE) -> Decoder | None:
     config = model.config
     width = config.d_model // config.n_heads
-    if any(_quirks(model.modules())):
+    if has_quirks(model.modules(), _PLAIN, _FILES):
         return None
     layers = []
     for block in model.blocks:
         own: Any = block
         attention = Attention(
             own.attention.qkv.weight.data, None, own.attention.out.weight.data, None,
-            config.n_heads, config.n_heads, width, None, None, None, width**-0.5, None, None,
+            config.n_heads, config.n_heads, width, width**-0.5,
         )  # fmt: skip
         feed: Experts | Callable[[Tensor], Tensor] = own.dense
         if own.moe is not None:
             router = own.moe.router
             feed = Experts(
                 router.weight.data, None, True, router.top_k, True, router.normalize,
-                own.moe.experts, Form.usual(config.gated), None,
+                own.moe.experts, Form.usual(config.gated),
             )  # fmt: skip
         layers.append(Layer(_norm(own.attention_norm), attention, _norm(own.feed_norm), feed))
     head = model.get_output_embeddings().weight
     assert isinstance(head, Tensor)
     return Decoder(
         model.embedding.weight.data, layers, _norm(model.norm), head.data, None,
-        model.rope.cos, model.rope.sin, pregate_level(model),
+        (model.rope.cos, model.rope.sin), pregate_level(model),
     )  # fmt: skip

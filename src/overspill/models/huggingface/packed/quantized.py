@@ -1,6 +1,6 @@
 """Experts that are packed while a plain checkpoint is read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.compute.quantize import BadWeight, quantize
 from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.core.experts import ExpertId
+from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind, Scheme
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
 from overspill.models.huggingface.recipes import Recipes, Tensors
@@ -81,22 +81,32 @@ def quantized_format(recipes: Recipes, name: str) -> RecordFormat:
         for index in range(experts.n_experts):
             _check_dtypes(recipes, ExpertId(number, index))
     layer = recipes.layers[0]
-    scheme, shape, builder = QUANTIZATIONS[name], layer.shape, FormatBuilder(layer.shape)
-    dtypes = recipes.dtypes(ExpertId(0, 0))
+    scheme, shape = QUANTIZATIONS[name], layer.shape
+    group = scheme.block[1] or 0
+    for number, size in enumerate(shape.sizes[:2]):
+        columns = size[0] if shape.transposed else size[1]
+        if scheme.block[0] == 1 and columns % group:
+            raise ConfigError(
+                f"quantize={name!r} (--quantize) packs groups of {group} weights, and rows of "
+                f"{recipes.name(ExpertId(0, 0), number)} have {columns}; give "
+                "quantize='fp8', whose blocks may be partial, or leave it out"
+            )
+    return build_format(shape, name, splits_gate(layer), recipes.dtypes(ExpertId(0, 0)))
+
+
+def build_format(
+    shape: ExpertShape, name: str, gate_apart: bool, dtypes: Sequence[torch.dtype]
+) -> RecordFormat:
+    """The records of experts whose matrices are packed as `name` says, the gate by itself if
+    `gate_apart`. `dtypes` are those of all tensors of an expert; biases keep theirs."""
+    scheme, builder = QUANTIZATIONS[name], FormatBuilder(shape)
     for number, size in enumerate(shape.sizes):
         if len(size) == 1:  # a bias
             plain = torch.empty(size, dtype=dtypes[number], device="meta")
             builder.add(number, size[0], None, {CODES: plain})
             continue
-        parts = 2 if number == 0 and splits_gate(layer) else 1
+        parts = 2 if number == 0 and gate_apart else 1
         matrix = _matrix(scheme, size, parts, shape.transposed)
-        group = scheme.block[1] or 0
-        if scheme.block[0] == 1 and matrix.columns % group:
-            raise ConfigError(
-                f"quantize={name!r} (--quantize) packs groups of {group} weights, and rows of "
-                f"{recipes.name(ExpertId(0, 0), number)} have {matrix.columns}; give "
-                "quantize='fp8', whose blocks may be partial, or leave it out"
-            )
         stored = stored_parts(quantize(torch.zeros(matrix.rows, matrix.columns), matrix.scheme))
         for _ in range(parts):
             builder.add(number, size[0] // parts, matrix, stored)
