@@ -46,12 +46,18 @@ KERNELS = {
 NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned"}
 FLOAT = {"sums", "stats", "weights"}
-LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
+LINEAR = {"BIAS": True, "FUNCTION": -1, "ROWS": 8, "BLOCK": 512}
+NORM = {"N_PARTS": 2, "HOST": 1, "BIAS": False, "ON_GPU": True, "BLOCK": 2048}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
-    "BIAS": False, "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
+    "PACKED": False, "ALONE": False, "BIAS": False,
+    "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
     "LANES": 128, "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
     "WIDEN": False,
+}  # fmt: skip
+T5 = {
+    "PACKED": True, "ALONE": True, "BIAS": True, "SOFTCAP": False, "GROUP": 1, "KV_HEADS": 12,
+    "WIDTH": 64, "LANES": 64, "OUT_WIDTH": 64, "OUT_LANES": 64, "PART": 512,
 }  # fmt: skip
 FLAGS = dict.fromkeys(("ready", "done", "missed"), "*i32")
 HOST = FLAGS | dict.fromkeys(("ids", "host_experts", "host_count", "host_rows"), "*i32")
@@ -75,14 +81,16 @@ OUT = {
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
 CASES = [
-    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 1, "ON_GPU": True, "BLOCK": 2048}, HOST),
-    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 2, "ON_GPU": True, "BLOCK": 2048}, HOST),
+    ("_add_norm_kernel", NORM, HOST),
+    ("_add_norm_kernel", NORM | {"HOST": 2, "BIAS": True}, HOST | {"bias": "*bf16"}),
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
+    ("_linear_kernel", LINEAR | {"FUNCTION": 2}, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
     ("_attend_kernel", ATTEND | {"BIAS": True}, {"bias": "*fp32"}),
+    ("_attend_kernel", ATTEND | T5, {"bias": "*bf16", "sums": "*bf16", "stats": "*bf16"}),
     ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
@@ -150,6 +158,7 @@ CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
     "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride",
+    "q_stride",
 }  # fmt: skip
 
 

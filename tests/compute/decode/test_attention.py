@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from overspill.compute.decode import constants
 from tests.compute.decode.near import NAN, assert_near, needs_triton, random, rms_norm
 from tests.compute.test_grouped_triton import BF16, FP32, every_device
 from tests.pairs import all_pairs
@@ -82,7 +83,11 @@ HEADS: dict[str, tuple[int, int, int | None, bool]] = {
     "window": (2, 20, 5, False),
     "window over parts and sinks": (4, 8, 70, True),
 }
-POSITIONS = {"one part": ([0, 3, 4, 11], SIZE), "several parts": ([63, 64, 140], 16)}
+POSITIONS = {
+    "one part": ([0, 3, 4, 11], SIZE, 0),
+    "several parts": ([63, 64, 140], 16, 0),
+    "one program": ([0, 63, 64, 140], 16, 512),
+}
 
 
 @every_device
@@ -90,11 +95,17 @@ POSITIONS = {"one part": ([0, 3, 4, 11], SIZE), "several parts": ([63, 64, 140],
     ("kind", "parts", "dtype"), all_pairs(list(HEADS), list(POSITIONS), [FP32, BF16])
 )
 def test_a_token_attends_to_those_before_it_in_their_blocks(
-    attention: Any, kind: str, parts: str, dtype: torch.dtype, device: str
+    attention: Any,
+    kind: str,
+    parts: str,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All other slots are NaN."""
     heads, width, window, sinks = HEADS[kind]
-    positions, size = POSITIONS[parts]
+    positions, size, alone = POSITIONS[parts]
+    monkeypatch.setattr(constants, "ALONE", alone)
     n_blocks, kv_heads, scale = 24, 2, 0.3
     make = {"dtype": dtype, "device": device}
     blocks = blocks_of(positions, n_blocks, device, size)
@@ -115,4 +126,36 @@ def test_a_token_attends_to_those_before_it_in_their_blocks(
     where = torch.tensor(positions, device=device), blocks, size
     out = attention.attend(q, (keys, values), *where, scale, window, sink)
     assert out.dtype is dtype
+    assert_near(out, torch.stack(expected), dtype)
+
+
+@every_device
+@pytest.mark.parametrize("alone", [0, 512])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_new_keys_and_values_are_stored_and_scores_have_a_bias_by_distance(
+    attention: Any, alone: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ALONE", alone)
+    heads, width, size, positions = 2, 12, 16, [0, 63, 64, 100]
+    make = {"dtype": dtype, "device": device}
+    blocks = blocks_of(positions, 24, device, size)
+    qkv = random(len(positions), 3 * heads * width, **make)
+    bias = random(heads, 71, device=device)  # those farther away have the last one
+    keys, values = (torch.full((24 * size, heads, width), NAN, **make) for _ in range(2))
+    known = {}
+    for sequence, position in enumerate(positions):
+        slots = [slot_of(blocks, sequence, at, size) for at in range(position)]
+        keys[slots], values[slots] = (random(len(slots), heads, width, **make) for _ in range(2))
+        known[sequence] = [*slots, slot_of(blocks, sequence, position, size)]
+    where = torch.tensor(positions, device=device), blocks, size
+    out = attention.attend(qkv, (keys, values), *where, 1.0, bias_hn=bias)
+    q, k, v = qkv.unflatten(1, (3, heads, width)).unbind(1)
+    expected = []
+    for sequence, slots in known.items():
+        assert torch.equal(keys[slots[-1]], k[sequence])
+        assert torch.equal(values[slots[-1]], v[sequence])
+        scores = torch.einsum("hd,lhd->hl", q[sequence].double(), keys[slots].double())
+        distance = torch.arange(len(slots), device=device).flip(0).clamp(max=70)
+        shares = (scores + bias.double()[:, distance]).softmax(1)
+        expected.append(torch.einsum("hl,lhd->hd", shares, values[slots].double()).flatten())
     assert_near(out, torch.stack(expected), dtype)

@@ -2,13 +2,14 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""Rotary attention of one token of each sequence, with keys and values in blocks."""
+"""Attention of one token of each sequence, with keys and values in blocks."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.decode import constants
 from overspill.compute.decode.launch import after, early, power
 from overspill.compute.grouped_triton import WIDEN
 
@@ -78,7 +79,7 @@ def _rotate_kernel(
 
 
 def attend(
-    q_Bhd: Tensor,
+    q: Tensor,
     cache: tuple[Tensor, Tensor],
     positions_B: Tensor,
     blocks_Bn: Tensor,
@@ -91,42 +92,52 @@ def attend(
 ) -> Tensor:
     """Attention of one token of each sequence to those up to its position, [B, h * d]; values may
     have another width than keys. `bias` is for keys 0, 1, ... tokens before; those farther away
-    have the last one. It may differ by sequence, [B, h, n]. A sequence is divided over several
-    programs, whose results are combined."""
+    have the last one. It may differ by sequence, [B, h, n]. A long sequence is divided over several
+    programs, whose results are combined. Queries are [B, h, d], or packed rows [B, (h + 2k) d] with
+    keys and values, which are stored first."""
     keys, values = cache
-    batch, heads, width = q_Bhd.shape
+    batch, width = len(q), keys.shape[2]
     kv_heads, out_width = values.shape[1:]
+    packed = q.dim() == 2
+    heads = q.shape[1] // width - 2 * kv_heads if packed else q.shape[1]
     longest = blocks_Bn.shape[1] * block_size
     part = max(64, power(triton.cdiv(longest, 64)))
-    parts = triton.cdiv(longest, part)
-    sums = torch.empty(batch, heads, parts, out_width, dtype=torch.float32, device=q_Bhd.device)
-    stats = torch.empty(batch, heads, parts, 2, dtype=torch.float32, device=q_Bhd.device)
+    alone = longest <= constants.ALONE and sinks_h is None
+    parts = 1 if alone else triton.cdiv(longest, part)
+    part = power(longest) if alone else part
+    out = torch.empty(batch, heads * out_width, dtype=q.dtype, device=q.device)
+    sums = stats = out
+    if not alone:
+        sums = torch.empty(batch, heads, parts, out_width, dtype=torch.float32, device=q.device)
+        stats = torch.empty(batch, heads, parts, 2, dtype=torch.float32, device=q.device)
     group = heads // kv_heads
     reach = 1 if bias_hn is None else bias_hn.shape[-1]
     bias_stride = 0 if bias_hn is None or bias_hn.dim() == 2 else bias_hn.stride(0)
     _attend_kernel[(batch, kv_heads, parts)](
-        q_Bhd, keys, values, positions_B, blocks_Bn, q_Bhd if bias_hn is None else bias_hn, sums,
-        stats, scale, softcap or 0.0, blocks_Bn.stride(0), parts, window or 0, reach, bias_stride,
-        bias_hn is not None, softcap is not None, group, kv_heads, block_size,
-        width, max(16, power(width)), out_width, max(16, power(out_width)), part,
-        min(64, part), max(16, power(group)), WIDEN, num_warps=4, **early(q_Bhd.device),
+        q, keys, values, positions_B, blocks_Bn, q if bias_hn is None else bias_hn, sums, stats,
+        scale, softcap or 0.0, q.stride(0), blocks_Bn.stride(0), parts, window or 0, reach,
+        bias_stride, packed, alone, bias_hn is not None, softcap is not None, group, kv_heads,
+        block_size, width, max(16, power(width)), out_width, max(16, power(out_width)), part,
+        min(64, part), max(16, power(group)), WIDEN, num_warps=4, **early(q.device),
     )  # fmt: skip
-    out = torch.empty(batch, heads * out_width, dtype=q_Bhd.dtype, device=q_Bhd.device)
+    if alone:
+        return out
     _combine_kernel[(batch, heads)](
         sums, stats, out if sinks_h is None else sinks_h, out, positions_B, parts, part,
         sinks_h is not None, power(parts), out_width, power(out_width), num_warps=4,
-        **early(q_Bhd.device),
+        **early(q.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _attend_kernel(
-    q, keys, values, positions, blocks, bias, sums, stats, scale, softcap, n_blocks, parts, window,
-    reach, bias_stride, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
-    OUT_WIDTH: tl.constexpr, OUT_LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    q, keys, values, positions, blocks, bias, sums, stats, scale, softcap, q_stride, n_blocks,
+    parts, window, reach, bias_stride, PACKED: tl.constexpr, ALONE: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    OUT_LANES: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     after(EARLY)
@@ -138,8 +149,20 @@ def _attend_kernel(
     own, real = rows < GROUP, lanes[None, :] < WIDTH
     out_lanes = tl.arange(0, OUT_LANES)
     out_real = out_lanes[None, :] < OUT_WIDTH
-    head = (batch * KV_HEADS + kv_head) * GROUP + rows
-    query = tl.load(q + head[:, None] * WIDTH + lanes[None, :], mask=own[:, None] & real, other=0.0)
+    q += batch * q_stride
+    if PACKED:  # noqa: SIM102, known to the compiler
+        if position < begin + PART:
+            own_block = tl.load(blocks + batch * n_blocks + position // BLOCK_SIZE).to(tl.int64)
+            slot = (own_block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + kv_head
+            there = slot * WIDTH + lanes
+            source = q + (KV_HEADS * GROUP + kv_head) * WIDTH + lanes
+            new_key = tl.load(source, mask=lanes < WIDTH, other=0.0)
+            new_value = tl.load(source + KV_HEADS * WIDTH, mask=lanes < WIDTH, other=0.0)
+            tl.store(keys + there, new_key, mask=lanes < WIDTH)
+            tl.store(values + there, new_value, mask=lanes < WIDTH)
+            tl.debug_barrier()  # other threads of the program read them
+    place = (kv_head * GROUP + rows)[:, None] * WIDTH + lanes[None, :]
+    query = tl.load(q + place, mask=own[:, None] & real, other=0.0)
     if WIDEN:
         query = query.to(tl.float32)
     highest = tl.full((ROWS,), -1e30, tl.float32)
@@ -175,11 +198,15 @@ def _attend_kernel(
         total = total * shrink[:, None] + product
         weight = weight * shrink + tl.sum(shares, 1)
         highest = new
+    head = (batch * KV_HEADS + kv_head) * GROUP + rows
     to = head * parts + part
     at = to[:, None] * OUT_WIDTH + out_lanes[None, :]
+    if ALONE:
+        total = (total / weight[:, None]).to(sums.dtype.element_ty)
+    else:
+        tl.store(stats + to * 2, highest, mask=own)
+        tl.store(stats + to * 2 + 1, weight, mask=own)
     tl.store(sums + at, total, mask=own[:, None] & out_real)
-    tl.store(stats + to * 2, highest, mask=own)
-    tl.store(stats + to * 2 + 1, weight, mask=own)
 
 
 @triton.jit

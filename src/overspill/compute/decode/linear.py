@@ -9,14 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from overspill.compute.activation import Function
 from overspill.compute.decode import constants
+from overspill.compute.decode.activate import activate
 from overspill.compute.decode.launch import after, early, power
 
 
 def linear(
-    x_BK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, dtype: torch.dtype | None = None
+    x_BK: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    function: Function | None = None,
 ) -> Tensor:
-    """x @ w^T + bias, for very few rows."""
+    """A function of x @ w^T + bias, for very few rows."""
     n_rows, width = x_BK.shape
     n = w_NK.shape[0]
     out = torch.empty(n_rows, n, dtype=dtype or x_BK.dtype, device=x_BK.device)
@@ -24,15 +30,16 @@ def linear(
     block = min(tile.block, power(width))
     _linear_kernel[(triton.cdiv(n, tile.rows), n_rows)](
         x_BK, w_NK, x_BK if bias_N is None else bias_N, out, n, width,
-        bias_N is not None, tile.rows, block, num_warps=tile.warps, **early(out.device),
+        bias_N is not None, -1 if function is None else int(function), tile.rows, block,
+        num_warps=tile.warps, **early(out.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _linear_kernel(
-    x, w, bias, out, n, width, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    x, w, bias, out, n, width, BIAS: tl.constexpr, FUNCTION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch = tl.program_id(1)
@@ -52,4 +59,7 @@ def _linear_kernel(
     result = tl.sum(total, 1)
     if BIAS:
         result += tl.load(bias + rows, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + batch * n + rows, result.to(out.dtype.element_ty), mask=there)
+    kind = out.dtype.element_ty
+    if FUNCTION >= 0:
+        result = activate(result, result, kind, FUNCTION, False)
+    tl.store(out + batch * n + rows, result.to(kind), mask=there)

@@ -31,6 +31,7 @@ from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.module_step import ModuleStep, can_step
 from overspill.serve.decode.rates import read_rates
+from overspill.serve.decode.seq2seq import read_seq2seq_decoder
 from overspill.serve.decode.step import Batch, Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
@@ -92,7 +93,9 @@ class Decode:
         self._policy = CACHE_POLICIES[cache_policy]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
-            self._decoder = read_decoder(model, context)
+            self._decoder = (
+                read_decoder(model, context) if seq2seq is None else read_seq2seq_decoder(model)
+            )
             if self._decoder is not None:
                 first = self._decoder.layers[0].attention
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)

@@ -1,10 +1,11 @@
 """The common structure of decoders, read from a model: what a decoding step computes.
 
 RMS norms, rotary attention with grouped heads, experts chosen by a softmax, perhaps an expert for
-all tokens beside them. Models that differ run through their own modules.
+all tokens beside them. seq2seq.py reads the decoders of encoder-decoders into the same structure.
+Models that differ run through their own modules.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.compute.activation import Form, form_of
+from overspill.compute.activation import Form, Function, form_of
+from overspill.models.attention_cache import RelativeBias
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
 from overspill.models.pregate import pregate_level
@@ -36,11 +38,14 @@ _FILES = frozenset({
 class Norm:
     weight: Tensor
     eps: float
+    bias: Tensor | None = None  # of a layer norm
+    scale: float = 1.0  # of the result
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of packed queries, keys and values [(h + 2k) d, D], and of the output."""
+    """Weights of packed queries, keys and values [(h + 2k) d, D], and of the output. The queries of
+    attention to a source are alone: its keys and values are known."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -49,12 +54,12 @@ class Attention:
     heads: int
     kv_heads: int
     width: int
-    head_norms: tuple[Norm, Norm] | None  # of each head of queries and keys
-    row_norms: tuple[Norm, Norm] | None  # of all heads together
-    clip: float | None
     scale: float
-    window: int | None
-    sinks: Tensor | None
+    head_norms: tuple[Norm, Norm] | None = None  # of each head of queries and keys
+    row_norms: tuple[Norm, Norm] | None = None  # of all heads together
+    clip: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,20 @@ class Experts:
     normalize: bool
     placeholder: ExpertPlaceholder
     activation: Form
-    shared: Callable[[Tensor], Tensor] | None  # for all tokens
+    shared: Callable[[Tensor], Tensor] | None = None  # for all tokens
+    scale: float = 1.0  # of the weights of experts
+    ids: Tensor | None = None  # [K], int32: those of every token, whose weights the router gives
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Two linear maps with a function between them."""
+
+    w_in: Tensor
+    b_in: Tensor | None
+    w_out: Tensor
+    b_out: Tensor | None
+    function: Function
 
 
 @dataclass(frozen=True)
@@ -77,7 +95,17 @@ class Layer:
     attention_norm: Norm
     attention: Attention
     feed_norm: Norm
-    feed: Experts | Callable[[Tensor], Tensor]
+    feed: Experts | Dense | Callable[[Tensor], Tensor]
+    source: tuple[Norm, Attention] | None = None  # between the two
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Vectors that are added to those of tokens."""
+
+    table: Tensor
+    padding: int
+    """The padding token and its place in the table; the first position is in the place after."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +115,21 @@ class Decoder:
     norm: Norm
     head: Tensor
     head_bias: Tensor | None
-    cosines: Tensor  # [positions, width / 2]
-    sines: Tensor
+    rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines, [positions, width / 2]
     level: int = 0  # of the pre-gates: a router is computed so many layers earlier
+    embedding_scale: float = 1.0
+    positions: Positions | None = None
+    bias: RelativeBias | None = None  # of the attention to tokens before, in all layers
 
     @cached_property
     def experts(self) -> list[Experts]:
         """Of all layers that have some."""
         return [layer.feed for layer in self.layers if isinstance(layer.feed, Experts)]
+
+    @property
+    def first(self) -> int:
+        """The number of the first layer of experts in the model."""
+        return self.experts[0].placeholder.layer if self.experts else 0
 
 
 def read_decoder(model: Any, context: int) -> Decoder | None:
@@ -106,7 +141,7 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     if (
         config.model_type not in {*_TYPES, _OWN}
         or model.config is not config
-        or any(_quirks(model))
+        or has_quirks(model, _PLAIN, _FILES)
     ):
         return None
     inner = model.model
@@ -121,12 +156,17 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     head = model.lm_head
     return Decoder(
         inner.embed_tokens.weight.data, layers, _norm(inner.norm), head.weight.data,
-        _data(head.bias), cosines.contiguous(), sines.contiguous(), pregate_level(model),
+        data_of(head.bias), (cosines.contiguous(), sines.contiguous()), pregate_level(model),
     )  # fmt: skip
 
 
-def _quirks(model: Any) -> Iterator[bool]:
-    """What a user may have changed in a model: such a model is computed by its own modules."""
+def has_quirks(model: Any, plain: Collection[type], files: Collection[str]) -> bool:
+    """Whether a user may have changed a model whose modules have `plain` classes, or are defined in
+    these files: it is computed by its own modules."""
+    return any(_quirks(model, plain, files))
+
+
+def _quirks(model: Any, plain: Collection[type], files: Collection[str]) -> Iterator[bool]:
     for module in model.modules():
         yield bool(module._forward_hooks or module._forward_pre_hooks)
         yield "forward" in vars(module)
@@ -134,12 +174,12 @@ def _quirks(model: Any) -> Iterator[bool]:
         if kind.__module__ == pregate.__name__:  # what it changes is read too
             kind = kind.__mro__[1]
         # a subclass, LoRA, quantized weights
-        yield kind not in _PLAIN and kind.__module__ not in _FILES
+        yield kind not in plain and kind.__module__ not in files
         if isinstance(getattr(module, PLACEHOLDER, None), ExpertPlaceholder):
-            yield _activation(module) is None
+            yield activation_of(module) is None
 
 
-def _activation(experts: Any) -> Form | None:
+def activation_of(experts: Any) -> Form | None:
     """None if the kernels do not have that of an experts module."""
     placeholder: ExpertPlaceholder = getattr(experts, PLACEHOLDER)
     return form_of(placeholder.activation, placeholder.engine.shape.gated)
@@ -160,7 +200,7 @@ def _read_layer(config: Any, layer: Any) -> Layer:
 def _read_experts(config: Any, mlp: Any) -> Experts:
     oss = config.model_type == "gpt_oss"
     router = mlp.router if oss else mlp.gate
-    activation = _activation(mlp.experts)
+    activation = activation_of(mlp.experts)
     assert activation is not None
     shared = None
     if hasattr(mlp, "shared_expert"):
@@ -170,7 +210,7 @@ def _read_experts(config: Any, mlp: Any) -> Experts:
             return share
 
     return Experts(
-        router.weight.data, _data(getattr(router, "bias", None)), config.model_type == _OWN,
+        router.weight.data, data_of(getattr(router, "bias", None)), config.model_type == _OWN,
         router.top_k, not oss, bool(getattr(router, "norm_topk_prob", True)),
         getattr(mlp.experts, PLACEHOLDER), activation, shared,
     )  # fmt: skip
@@ -178,10 +218,7 @@ def _read_experts(config: Any, mlp: Any) -> Experts:
 
 def _read_attention(config: Any, attention: Any) -> Attention:
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    weight = _join([each.weight for each in projections])
-    bias = None
-    if projections[0].bias is not None:
-        bias = _join([each.bias for each in projections])
+    weight, bias = join(projections)
     width = attention.head_dim
     norms = None
     if hasattr(attention, "q_norm"):
@@ -191,16 +228,16 @@ def _read_attention(config: Any, attention: Any) -> Attention:
         weight,
         bias,
         attention.o_proj.weight.data,
-        _data(attention.o_proj.bias),
+        data_of(attention.o_proj.bias),
         projections[0].out_features // width,
         projections[1].out_features // width,
         width,
+        attention.scaling,
         norms if by_head else None,
         None if by_head else norms,
         getattr(config, "clip_qkv", None),
-        attention.scaling,
         _window(config, attention),
-        _data(getattr(attention, "sinks", None)),
+        data_of(getattr(attention, "sinks", None)),
     )
 
 
@@ -217,8 +254,14 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight.data, eps)
 
 
-def _data(parameter: Tensor | None) -> Tensor | None:
+def data_of(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.data
+
+
+def join(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
+    """One weight and one bias of which those of linear maps become parts."""
+    weight = _join([each.weight for each in linears])
+    return weight, None if linears[0].bias is None else _join([each.bias for each in linears])
 
 
 def _join(parameters: list[Tensor]) -> Tensor:
@@ -234,26 +277,26 @@ def _join(parameters: list[Tensor]) -> Tensor:
 def _read_gpt(model: GPTMoE) -> Decoder | None:
     config = model.config
     width = config.d_model // config.n_heads
-    if any(_quirks(model)):
+    if has_quirks(model, _PLAIN, _FILES):
         return None
     layers = []
     for block in model.blocks:
         own: Any = block
         attention = Attention(
             own.attention.qkv.weight.data, None, own.attention.out.weight.data, None,
-            config.n_heads, config.n_heads, width, None, None, None, width**-0.5, None, None,
+            config.n_heads, config.n_heads, width, width**-0.5,
         )  # fmt: skip
         feed: Experts | Callable[[Tensor], Tensor] = own.dense
         if own.moe is not None:
             router = own.moe.router
             feed = Experts(
                 router.weight.data, None, True, router.top_k, True, router.normalize,
-                own.moe.experts, Form.usual(config.gated), None,
+                own.moe.experts, Form.usual(config.gated),
             )  # fmt: skip
         layers.append(Layer(_norm(own.attention_norm), attention, _norm(own.feed_norm), feed))
     head = model.get_output_embeddings().weight
     assert isinstance(head, Tensor)
     return Decoder(
         model.embedding.weight.data, layers, _norm(model.norm), head.data, None,
-        model.rope.cos, model.rope.sin, pregate_level(model),
+        (model.rope.cos, model.rope.sin), pregate_level(model),
     )  # fmt: skip
