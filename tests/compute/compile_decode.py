@@ -46,7 +46,7 @@ KERNELS = {
 NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned"}
 FLOAT = {"sums", "stats", "weights"}
-LINEAR = {"BIAS": True, "FUNCTION": -1, "ROWS": 8, "BLOCK": 512}
+LINEAR = {"NORM": 0, "BIAS": True, "FUNCTION": -1, "ADD": False, "ROWS": 8, "BLOCK": 512}
 NORM = {"N_PARTS": 2, "HOST": 1, "BIAS": False, "ON_GPU": True, "BLOCK": 2048}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
@@ -86,7 +86,8 @@ CASES = [
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
-    ("_linear_kernel", LINEAR | {"FUNCTION": 2}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 1, "FUNCTION": 2, "ROWS": 2, "BLOCK": 1024}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 2, "ADD": True, "ROWS": 2, "BLOCK": 1024}, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_attend_kernel", ATTEND, {}),
     ("_attend_kernel", ATTEND | {"BIAS": True}, {"bias": "*fp32"}),
