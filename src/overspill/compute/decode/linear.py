@@ -43,8 +43,8 @@ def linear(
     norm: RowNorm | None = None,
     into_BN: Tensor | None = None,
 ) -> Tensor:
-    """A function of x @ w^T + bias, for very few rows, or of the norm of x in its place, which needs
-    rows that are read whole. Adds the result to `into`, in place, if that is given."""
+    """A function of x @ w^T + bias, for very few rows. A norm, which needs whole rows, is applied
+    to x first. Adds the result to `into`, in place, if that is given."""
     n_rows, width = x_BK.shape
     n = w_NK.shape[0]
     out = into_BN
