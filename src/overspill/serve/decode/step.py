@@ -1,6 +1,6 @@
 """One decoding step of the common decoder structure: a token of each sequence of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,16 +10,26 @@ from torch import Tensor
 
 from overspill.compute.activation import Form, Function, activate_torch
 from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import RowNorm, linear, reads_rows_whole
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.moe.predictor import Predictor
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Auto, Mode
-from overspill.serve.decode.structure import Attention, Decoder, Dense, Experts, Layer, Norm
+from overspill.serve.decode.structure import (
+    Attention,
+    Decoder,
+    Dense,
+    Experts,
+    Layer,
+    LinearAttention,
+    Norm,
+)
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.sampling import Chosen
 
@@ -71,18 +81,21 @@ class DecodeStep:
         self,
         decoder: Decoder,
         table: ExpertTable,
-        cache: Sequence[KeysValues],
+        cache: Mapping[int, KeysValues],
         block_size: int,
         missing: MissingExperts | None = None,
         mode: Mode | None = None,
         predictor: Predictor | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
-        """`cache` has the keys and values of each layer; `missing` gives experts that are not on
+        """`cache` has the keys and values of each layer, `states` those of layers with linear
+        attention; `missing` gives experts that are not on
         the device, as `mode` wants it. Where a mode wants to know experts of later layers,
         `predictor` names them, or copies of their gates."""
         self.decoder = decoder
         self.table = table
         self._cache = cache
+        self._states = states
         self._block_size = block_size
         self._missing = missing
         self._mode = mode or Auto(on_cpu=True)
@@ -101,12 +114,15 @@ class DecodeStep:
         bias = None if decoder.bias is None else decoder.bias.by_distance()
         for number, layer in enumerate(decoder.layers):
             state = _Hidden(residual, fed, layer.attention_norm)
-            y = self._attend(number, layer.attention, state, batch, bias)
-            fed = _add_linear(residual, y, layer.attention.out, layer.attention.out_bias)
+            own = layer.attention
+            if isinstance(own, LinearAttention):
+                fed = self._change_states(own, state, batch)
+            else:
+                fed = self._attend(number, own, state, batch, bias)
             if layer.source is not None:
                 norm, source = layer.source
-                y = self._attend_to_source(number, source, _Hidden(residual, fed, norm), batch)
-                fed = _add_linear(residual, y, source.out, source.out_bias)
+                state = _Hidden(residual, fed, norm)
+                fed = self._attend_to_source(number, source, state, batch)
             fed = self._feed(layer, _Hidden(residual, fed, layer.feed_norm), routing)
         x = _Hidden(residual, fed, decoder.norm).normed()
         logits = _linear(x, decoder.head, decoder.head_bias)
@@ -131,27 +147,41 @@ class DecodeStep:
 
     def _attend(
         self, layer: int, own: Attention, x: "_Hidden", batch: Batch, bias_hn: Tensor | None
-    ) -> Tensor:
+    ) -> Fed:
         qkv = x.linear(own.qkv, own.qkv_bias)
         if own.row_norms is not None:
             qkv = _norm_rows(qkv, own, own.row_norms)
         if own.clip is not None:
             qkv = qkv.clamp(-own.clip, own.clip)
-        norms, eps = None, 0.0
+        norms, eps, shift = None, 0.0, 0.0
         if own.head_norms is not None:
             norms = own.head_norms[0].weight, own.head_norms[1].weight
-            eps = own.head_norms[0].eps
+            eps, shift = own.head_norms[0].eps, own.head_norms[0].shift
         cache, tables = self._cache[layer], self.decoder.rotary
         where = batch.positions, batch.blocks, self._block_size
+        q, gates = qkv, qkv if own.gated else None
         if tables is not None:
-            qkv = rotate_and_store(qkv, tables, norms, eps, *where, cache)
-        return attend(qkv, cache, *where, own.scale, own.window, own.sinks, bias_hn=bias_hn)
+            q = rotate_and_store(qkv, tables, norms, eps, *where, cache, shift, own.gated)
+        limits = own.scale, own.window, own.sinks
+        y = attend(q, cache, *where, *limits, bias_hn=bias_hn, gated_row=gates)
+        return _add_linear(x.residual, y, own.out, own.out_bias)
 
-    def _attend_to_source(self, layer: int, own: Attention, x: "_Hidden", batch: Batch) -> Tensor:
+    def _attend_to_source(self, layer: int, own: Attention, x: "_Hidden", batch: Batch) -> Fed:
         assert batch.sources is not None
         q = x.linear(own.qkv, own.qkv_bias).view(-1, own.heads, own.width)
         where = batch.sources.last, batch.sources.blocks, self._block_size
-        return attend(q, self._cache[layer], *where, own.scale)
+        y = attend(q, self._cache[layer], *where, own.scale)
+        return _add_linear(x.residual, y, own.out, own.out_bias)
+
+    def _change_states(self, own: LinearAttention, x: "_Hidden", batch: Batch) -> Fed:
+        assert self._states is not None
+        assert batch.states is not None
+        inputs, states = self._states.of(own.module)
+        row = x.linear(own.projections, None)
+        qkv = convolve(row, own.convolution, inputs, batch.states, own.shape)
+        norm = own.norm.weight, own.norm.eps
+        y = delta_rule(qkv, row, states, batch.states, own.rates, norm, own.shape)
+        return _add_linear(x.residual, y, own.out, None)
 
     def route(
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
@@ -184,7 +214,7 @@ class DecodeStep:
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
         )  # fmt: skip
-        parts = [y] if own.shared is None else [y, own.shared(x)]
+        parts = [y] if own.shared is None else [y, _share(own, x)]
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
 
 
@@ -198,8 +228,8 @@ class _Hidden(NamedTuple):
 
     def normed(self) -> Tensor:
         norm, fed = self.norm, self.fed
-        args = norm.weight, norm.eps, fed.host, norm.bias, norm.scale
-        return add_norm(self.residual, fed.parts, *args)
+        how = norm.bias, norm.scale, norm.shift
+        return add_norm(self.residual, fed.parts, norm.weight, norm.eps, fed.host, *how)
 
     def linear(
         self, weight: Tensor, bias: Tensor | None, function: Function | None = None
@@ -208,7 +238,8 @@ class _Hidden(NamedTuple):
         if len(self.residual) > 1:
             y = F.linear(self.normed(), weight, bias)
             return y if function is None else activate_torch(y, Form(function, False))
-        if self.fed.parts or norm.scale != 1 or not reads_rows_whole(weight):
+        plain = norm.scale == 1 and norm.shift == 0
+        if self.fed.parts or not plain or not reads_rows_whole(weight):
             return linear(self.normed(), weight, bias, function=function)
         own = RowNorm(norm.weight, norm.bias, norm.eps)
         return linear(self.residual, weight, bias, function=function, norm=own)
@@ -302,6 +333,15 @@ def _add_linear(residual: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
+
+
+def _share(own: Experts, x: Tensor) -> Tensor:
+    """What the expert for all tokens adds."""
+    shared = own.shared
+    assert shared is not None
+    if len(x) > 1 or shared.inner is None:
+        return shared.module(x)
+    return linear(linear(x, shared.inner), shared.out, gate=own.activation.function)
 
 
 def _norm_rows(qkv: Tensor, own: Attention, norms: tuple[Norm, Norm]) -> Tensor:
