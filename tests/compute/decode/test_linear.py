@@ -43,6 +43,16 @@ def test_rows_are_multiplied_by_a_matrix(
 
 @every_device
 @every_dtype
+def test_inputs_may_be_gated_and_have_a_share(linear: Any, dtype: torch.dtype, device: str) -> None:
+    x, w = random(2, 2 * 20 + 1, dtype=dtype, device=device), random(7, 20, dtype=dtype)
+    w = w.to(device)
+    gate, up, share = x.double().split((20, 20, 1), 1)
+    expected = F.linear(F.silu(gate) * up, w.double()) * share.sigmoid()
+    assert_near(linear(x, w, gate=Function.SILU), expected, dtype, roundings=2)
+
+
+@every_device
+@every_dtype
 @pytest.mark.parametrize("width", [40, 1030])
 def test_large_matrices_are_read_in_other_pieces(
     linear: Any, width: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch

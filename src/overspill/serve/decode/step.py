@@ -1,6 +1,6 @@
 """One decoding step of the common decoder structure: a token of each sequence of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,16 +10,26 @@ from torch import Tensor
 
 from overspill.compute.activation import Form, activate_torch
 from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import linear
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.moe.predictor import Predictor
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Auto, Mode
-from overspill.serve.decode.structure import Attention, Decoder, Dense, Experts, Layer, Norm
+from overspill.serve.decode.structure import (
+    Attention,
+    Decoder,
+    Dense,
+    Experts,
+    Layer,
+    LinearAttention,
+    Norm,
+)
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.sampling import Chosen
 
@@ -71,18 +81,21 @@ class DecodeStep:
         self,
         decoder: Decoder,
         table: ExpertTable,
-        cache: Sequence[KeysValues],
+        cache: Mapping[int, KeysValues],
         block_size: int,
         missing: MissingExperts | None = None,
         mode: Mode | None = None,
         predictor: Predictor | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
-        """`cache` has the keys and values of each layer; `missing` gives experts that are not on
+        """`cache` has the keys and values of each layer, `states` those of layers with linear
+        attention; `missing` gives experts that are not on
         the device, as `mode` wants it. Where a mode wants to know experts of later layers,
         `predictor` names them, or copies of their gates."""
         self.decoder = decoder
         self.table = table
         self._cache = cache
+        self._states = states
         self._block_size = block_size
         self._missing = missing
         self._mode = mode or Auto(on_cpu=True)
@@ -101,7 +114,11 @@ class DecodeStep:
         bias = None if decoder.bias is None else decoder.bias.by_distance()
         for number, layer in enumerate(decoder.layers):
             x = _add_norm(residual, fed, layer.attention_norm)
-            y = self._attend(number, layer.attention, x, batch, bias)
+            own = layer.attention
+            if isinstance(own, LinearAttention):
+                y = self._change_states(own, x, batch)
+            else:
+                y = self._attend(number, own, x, batch, bias)
             if layer.source is not None:
                 norm, source = layer.source
                 x = _add_norm(residual, Fed([y]), norm)
@@ -137,15 +154,17 @@ class DecodeStep:
             qkv = _norm_rows(qkv, own, own.row_norms)
         if own.clip is not None:
             qkv = qkv.clamp(-own.clip, own.clip)
-        norms, eps = None, 0.0
+        norms, eps, shift = None, 0.0, 0.0
         if own.head_norms is not None:
             norms = own.head_norms[0].weight, own.head_norms[1].weight
-            eps = own.head_norms[0].eps
+            eps, shift = own.head_norms[0].eps, own.head_norms[0].shift
         cache, tables = self._cache[layer], self.decoder.rotary
         where = batch.positions, batch.blocks, self._block_size
+        q, gates = qkv, qkv if own.gated else None
         if tables is not None:
-            qkv = rotate_and_store(qkv, tables, norms, eps, *where, cache)
-        y = attend(qkv, cache, *where, own.scale, own.window, own.sinks, bias_hn=bias_hn)
+            q = rotate_and_store(qkv, tables, norms, eps, *where, cache, shift, own.gated)
+        limits = own.scale, own.window, own.sinks
+        y = attend(q, cache, *where, *limits, bias_hn=bias_hn, gated_row=gates)
         return _linear(y, own.out, own.out_bias)
 
     def _attend_to_source(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
@@ -153,6 +172,16 @@ class DecodeStep:
         q = _linear(x, own.qkv, own.qkv_bias).view(len(x), own.heads, own.width)
         where = batch.sources.last, batch.sources.blocks, self._block_size
         return _linear(attend(q, self._cache[layer], *where, own.scale), own.out, own.out_bias)
+
+    def _change_states(self, own: LinearAttention, x: Tensor, batch: Batch) -> Tensor:
+        assert self._states is not None
+        assert batch.states is not None
+        inputs, states = self._states.of(own.module)
+        row = _linear(x, own.projections, None)
+        qkv = convolve(row, own.convolution, inputs, batch.states, own.shape)
+        norm = own.norm.weight, own.norm.eps
+        y = delta_rule(qkv, row, states, batch.states, own.rates, norm, own.shape)
+        return _linear(y, own.out, None)
 
     def route(
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
@@ -181,7 +210,7 @@ class DecodeStep:
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
         )  # fmt: skip
-        parts = [y] if own.shared is None else [y, own.shared(x)]
+        parts = [y] if own.shared is None else [y, _share(own, x)]
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
 
 
@@ -264,11 +293,21 @@ def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
 
 
 def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:
-    return add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host, norm.bias, norm.scale)
+    how = norm.bias, norm.scale, norm.shift
+    return add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host, *how)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
+
+
+def _share(own: Experts, x: Tensor) -> Tensor:
+    """What the expert for all tokens adds."""
+    shared = own.shared
+    assert shared is not None
+    if len(x) > 1 or shared.inner is None:
+        return shared.module(x)
+    return linear(linear(x, shared.inner), shared.out, gate=own.activation.function)
 
 
 def _dense(x: Tensor, own: Dense) -> Tensor:
