@@ -39,8 +39,8 @@ class RandomExperts:
     def __init__(self, shape: ExpertShape, name: str) -> None:
         """`name` is one of `QUANTIZATIONS`."""
         gate_apart = shape.gated and not shape.transposed
-        dtypes = [torch.bfloat16] * len(shape.sizes)
-        self.format: RecordFormat = build_format(shape, name, gate_apart, dtypes)
+        dtypes, names = [torch.bfloat16] * len(shape.sizes), ["experts"] * len(shape.sizes)
+        self.format: RecordFormat = build_format(shape, name, gate_apart, dtypes, names)
         finite = 0x77 if QUANTIZATIONS[name].kind is Kind.E4M3 else 0xFF  # no code is NaN
         generator = torch.Generator().manual_seed(0)
         most = max(piece.stored[CODES].end for piece in self.format.pieces)

@@ -33,5 +33,7 @@ PACKED_GROUP_TILE, PACKED_WIDE_TILE = Tile(64, 32, 4), Tile(32, 16, 4)
 """Rows and int32 of packed experts, in bf16 and in float32."""
 WIDE = 2048
 """Hidden width from which a program reads so much of an expert at once."""
+ALONE = 512
+"""Keys of a sequence up to which one program computes a head: others are combined by a kernel."""
 SEVERAL = 8
 """Tokens from which on an expert is read once for all that use it."""
