@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ def without_few_rows(
             places = zip(run.weights, itertools.pairwise(ends), strict=True)
             experts = [ExpertRows(record, *place) for record, place in places]
             y_rows = y_RD[run.start : run.end]
-            kernel_forward(x_rows, y_rows, experts, layout.shape, threads, form=form, format=format)
+            packing: Any = {"form": form, "format": format, "low_rank": layout.low_rank}
+            kernel_forward(x_rows, y_rows, experts, layout.shape, threads, **packing)
 
 
 def _form(layout: RecordLayout, layer_pass: LayerPass) -> Form | None:
