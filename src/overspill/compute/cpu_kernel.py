@@ -47,6 +47,23 @@ class PackedRecords(Protocol):
         """The same for the library; None if its kernels cannot read it."""
 
 
+class LowRankPlanes(Protocol):
+    """Low-rank matrices of one matrix of an expert in its record, as of tiers.layout."""
+
+    @property
+    def a(self) -> int: ...
+    @property
+    def b(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def padded(self) -> int: ...
+
+
+LowRank = tuple[LowRankPlanes | None, LowRankPlanes | None]
+"""Those of w_in and w_out."""
+
+
 class ExpertRows(NamedTuple):
     """One expert of a group: its flat record in host memory, bytes if it is packed, and its token
     rows [start, stop)."""
@@ -122,12 +139,15 @@ def kernel_forward(
     isa: str | None = None,
     form: Form | None = None,
     format: PackedRecords | None = None,
+    low_rank: LowRank = (None, None),
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
     Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best; `form` and `format` as in `group_args`."""
-    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form, format=format)
+    of the best; `form`, `format` and `low_rank` as in `group_args`."""
+    args = group_args(
+        x_RD, y_RD, experts, shape, threads, isa, form=form, format=format, low_rank=low_rank
+    )
     loaded_library().overspill_compute(args)
 
 
@@ -166,6 +186,12 @@ def read_bandwidth(tensor: Tensor, threads: int) -> float:
     return flat.numel() / best
 
 
+class LowRankArgs(ctypes.Structure):
+    """`LowRankArgs` of cpu_group.h."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("a", "b", "rank", "padded"))
+
+
 class GroupArgs(ctypes.Structure):
     """`GroupArgs` of cpu_group.h."""
 
@@ -178,6 +204,7 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("gradients", "added", "squares")),
         ("format", ctypes.c_void_p),
+        ("low_rank", LowRankArgs * 2),
     )
 
 
@@ -192,9 +219,11 @@ def group_args(
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
     format: PackedRecords | None = None,
+    low_rank: LowRank = (None, None),
 ) -> GroupArgs:
     """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
-    the activation; by default the usual one. `format` is that of packed records."""
+    the activation; by default the usual one. `format` is that of packed records; `low_rank` are the
+    low-rank parts of w_in and w_out in records."""
     form = form or Form.usual(shape.gated)
     clamped = form.function is Function.CLAMPED
     assert threads >= 1
@@ -202,6 +231,7 @@ def group_args(
     assert shape.gated or not clamped
     assert backward is None or not (shape.transposed or clamped or format is not None)
     assert format is None or format.native is not None
+    assert backward is None or low_rank == (None, None)
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
     for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
@@ -235,6 +265,10 @@ def group_args(
         isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),
         format=None if format is None else ctypes.addressof(_native(format)),
     )
+    for number, planes in enumerate(low_rank):
+        if planes is not None:
+            a, b = (each * x_RD.element_size() for each in (planes.a, planes.b))
+            args.low_rank[number] = LowRankArgs(a, b, planes.rank, planes.padded)
     if backward is not None:
         for weight_R in (backward.row_weight_R, backward.drow_weight_R):
             assert weight_R.dtype == torch.float32
