@@ -17,24 +17,28 @@ from overspill.compute.decode import (
     experts,
     host,
     linear,
+    low_rank,
     migrate,
     norm,
     routing,
 )
+from overspill.compute.decode.low_rank import Factors
 from overspill.compute.decode.packing import packed_records
 from overspill.core.experts import ExpertShape
 from tests.compute.packed import make_experts
 
 KERNELS = {
     name: kernel
-    for module in (attention, expert_groups, experts, host, linear, migrate, norm, routing)
+    for module in (
+        attention, expert_groups, experts, host, linear, low_rank, migrate, norm, routing,
+    )  # fmt: skip
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
 
 NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned"}
-FLOAT = {"sums", "stats", "weights"}
+FLOAT = {"sums", "stats", "weights", "shrunk"}
 LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
 ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
 ATTEND = {
@@ -55,11 +59,11 @@ LOOK_UP = {
 }  # fmt: skip
 IN = {
     "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
-    "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
+    "LOW": None, "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
-    "ROWS": 1, "BLOCK": 256,
+    "LOW": None, "ROWS": 1, "BLOCK": 256,
 }  # fmt: skip
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
@@ -87,17 +91,24 @@ CASES = [
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
 GROUP = {
-    "ALIGN": 16, "PACKING": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
+    "ALIGN": 16, "PACKING": None, "LOW": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
     "TRANSPOSED": False, "WIDEN": False,
 }  # fmt: skip
 GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
 GROUPS = {"groups": "*i32"}
+LOW = {"LOW": Factors(4096, 8192, 4, 8, 4, False)}
+SHRINK = LOW | {"MATRIX": None, "BLOCK": 2048, "REQUEST": 4, "ON_GPU": True}
 TURNED = {"BIAS": True, "TRANSPOSED": True}
 CASES += [
     ("_group_in_kernel", GROUP_IN, GROUPS),
     ("_group_in_kernel", GROUP_IN | TURNED | {"FUNCTION": 3}, GROUPS),
     ("_group_out_kernel", GROUP, GROUPS | {"parts": "*fp32"}),
     ("_group_out_kernel", GROUP | TURNED, GROUPS | {"parts": "*fp32"}),
+    ("_shrink_kernel", SHRINK, FLAGS | {"out": "*fp32"}),
+    ("_expert_in_kernel", IN | LOW, FLAGS),
+    ("_expert_out_kernel", OUT | LOW, {"out": "*fp32"}),
+    ("_group_in_kernel", GROUP_IN | LOW, GROUPS),
+    ("_group_out_kernel", GROUP | LOW, GROUPS | {"parts": "*fp32"}),
 ]
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
@@ -111,6 +122,7 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
         torch.empty(64, dtype=torch.uint8),
     )
     own = {"PACKING": packed.packing, "BIAS": stack}
+    own |= {"LOW": Factors(4096, 8192, 4, 8, 4, True)}
     into = own | {"FUNCTION": 3 if stack else 1}
     types = [
         {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS
@@ -119,6 +131,11 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
     w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
     CASES += [
         ("_expert_in_kernel", IN | into | {"ROWS": 8, "BLOCK": 64}, w_in),
+        (
+            "_shrink_kernel",
+            SHRINK | {"MATRIX": packed.packing.out},
+            FLAGS | {"out": "*fp32"},
+        ),
         (
             "_expert_out_kernel",
             OUT | own | {"HIDDEN": 256, "ROWS": 4, "BLOCK": 64},

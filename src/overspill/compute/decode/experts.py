@@ -24,6 +24,7 @@ from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.expert_groups import experts_of_several
 from overspill.compute.decode.host import Request, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink
 from overspill.compute.decode.packing import PackedRecords, at_record, by_places
 
 
@@ -38,16 +39,19 @@ def experts(
     transposed: bool,
     request: Request | None = None,
     packed: PackedRecords | None = None,
+    low: LowRankRecords | None = None,
 ) -> Tensor:
     """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
     record of an expert begins at `base` plus its offset, in elements of `base`, which are bytes if
-    records are `packed`. `request` is sent to the CPU first."""
+    records are `packed`; `low` are the low-rank parts in records. `request` is sent to the CPU
+    first."""
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
     n_in = 2 * d_hidden if activation.gated else d_hidden
     numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
-    align = 16 if numel % 16 == 0 else 1  # of records, in elements
+    # of records, in elements
+    align = 16 if numel % 16 == 0 or low is not None else 1
     sizes = width, d_hidden, n_in, top_k
     kind = int(activation.function), activation.gated, bias, transposed, align
     flags = request_arguments(request, offsets_BK)
@@ -56,8 +60,12 @@ def experts(
         packing, biases = None, base
     else:
         packing, w_in, w_out, biases = packed
+    low = low or LowRankRecords(base, None, None)
+    low_in = shrink(x_BD, low.memory, low.w_in, offsets_BK, flags)
+    if low_in.factors is not None:
+        flags = request_arguments(None, offsets_BK)
     if batch >= constants.SEVERAL:
-        args = x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags, packed
+        args = x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags, packed, low_in, low
         return experts_of_several(*args)
     rows, block, warps = constants.EXPERT_IN_TILE
     block = min(block, power(width))
@@ -67,9 +75,13 @@ def experts(
     elif transposed:  # rows of the result are adjacent in memory
         rows, block = 64, 32
     _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
-        x_BD, base, *w_in, biases, offsets_BK, hidden, *flags.values, *sizes, *kind,
-        packing, rows, block, *flags.constants, num_warps=warps, **early(x_BD.device),
+        x_BD, base, *w_in, biases, offsets_BK, hidden, *low_in[:2], *flags.values, *sizes, *kind,
+        packing, low_in.factors, rows, block, *flags.constants, num_warps=warps,
+        **early(x_BD.device),
     )  # fmt: skip
+    matrix = None if packing is None else packing.out
+    none = request_arguments(None, offsets_BK)
+    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none, matrix)
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
     rows, block, warps = constants.EXPERT_OUT_TILE
     block = min(power(d_hidden), block if d_hidden < constants.WIDE else constants.WIDE)
@@ -79,18 +91,20 @@ def experts(
     elif transposed:
         rows, block = 32, 32
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
-        hidden, base, *w_out, biases, offsets_BK, weights_BK, out, width, n_in,
-        d_hidden, top_k, *kind[2:], packing, rows, block, num_warps=warps, **early(x_BD.device),
+        hidden, base, *w_out, biases, offsets_BK, weights_BK, out, *low_out[:2], width, n_in,
+        d_hidden, top_k, *kind[2:], packing, low_out.factors, rows, block, num_warps=warps,
+        **early(x_BD.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _expert_in_kernel(
-    x, base, codes, scales, zeros, factors, biases, offsets, out, ready, done, missed, n_rows,
-    width, hidden, n_in, top_k, FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+    x, base, codes, scales, zeros, factors, biases, offsets, out, low, shrunk, ready, done, missed,
+    n_rows, width, hidden, n_in, top_k, FUNCTION: tl.constexpr, GATED: tl.constexpr,
+    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, PACKING: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr,
+    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
@@ -105,6 +119,11 @@ def _expert_in_kernel(
     if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
     token = x + pair // top_k * width
+    if LOW is not None:  # first: what it reads is on its way while weights are multiplied
+        low_g = expand(low, offset, shrunk + pair * LOW.padded, gate, there, LOW)
+        low_u = low_g
+        if GATED:
+            low_u = expand(low, offset, shrunk + pair * LOW.padded, up, there, LOW)
     if PACKING is not None:
         g, u = _packed_in(
             token, at_record(codes, offset), at_record(scales, offset), at_record(zeros, offset),
@@ -130,6 +149,9 @@ def _expert_in_kernel(
                 second += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
         g, u = tl.sum(first, 1), tl.sum(second, 1)
         biases = record + n_in * width + width * hidden
+    if LOW is not None:
+        g += low_g
+        u += low_u
     kind = out.dtype.element_ty
     if BIAS:
         g += tl.load(biases + gate, mask=there, other=0.0).to(tl.float32)
@@ -200,10 +222,10 @@ def _load_words(codes, row, there, start, MATRIX: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _expert_out_kernel(
-    a, base, codes, scales, zeros, factors, biases, offsets, weights, out, width, n_in,
+    a, base, codes, scales, zeros, factors, biases, offsets, weights, out, low, shrunk, width, n_in,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ALIGN: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    ALIGN: tl.constexpr, PACKING: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < width
@@ -216,7 +238,7 @@ def _expert_out_kernel(
             a, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
             OUT, ROWS, BLOCK,
         )  # fmt: skip
-    bias = tl.zeros((ROWS,), tl.float32)
+    more = tl.zeros((ROWS,), tl.float32)
     for k in tl.static_range(TOP_K):
         pair = batch * TOP_K + k
         offset = tl.load(offsets + pair)
@@ -238,10 +260,13 @@ def _expert_out_kernel(
             own_bias = at_record(biases, offset) + PACKING.b_out
         if BIAS:
             b = tl.load(own_bias + rows, mask=there & here, other=0.0)
-            bias += b.to(tl.float32) * share
+            more += b.to(tl.float32) * share
+        if LOW is not None:
+            own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
+            more += tl.where(here, own, 0.0) * share
     result = tl.sum(total, 1)
-    if BIAS:
-        result += bias
+    if BIAS or LOW is not None:
+        result += more
     tl.store(out + batch * width + rows, result, mask=there)
 
 

@@ -148,6 +148,7 @@ class DecodeStep:
         y = experts(
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
+            self.table.low_rank,
         )  # fmt: skip
         parts = [y] if own.shared is None else [y, own.shared(x)]
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
