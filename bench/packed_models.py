@@ -15,6 +15,7 @@ from overspill.models.budgets import Budgets
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.load import random_dense
 from overspill.models.offload import move_experts
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout
 
 PLAIN = "bf16"
 _SCALES = {torch.uint8: 120, torch.bfloat16: 0.0045, torch.float16: 0.0045, torch.float32: 3.3e-4}
@@ -24,7 +25,7 @@ _SCALES = {torch.uint8: 120, torch.bfloat16: 0.0045, torch.float16: 0.0045, torc
 class RandomExperts:
     """Experts with random codes, packed like those of a quantized checkpoint."""
 
-    buffer_bytes = 0
+    buffer_bytes, ranks = 0, NO_LOW_RANKS
 
     def __init__(self, shape: ExpertShape, name: str) -> None:
         """`name` is one of `QUANTIZATIONS`."""
@@ -47,6 +48,50 @@ class RandomExperts:
                     plane.view(torch.uint8).bitwise_and_(self._finite)
                 else:
                     stored.of(record).fill_(_SCALES[stored.dtype])
+
+
+class PlainExperts:
+    """Experts in bf16 with few different values: drawing all of them takes long."""
+
+    buffer_bytes, format, ranks = 0, None, NO_LOW_RANKS
+
+    def __init__(self, shape: ExpertShape) -> None:
+        self._drawn = 0.02 * torch.randn(4, shape.numel)
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        record.copy_(self._drawn[expert.index % 4])
+
+
+class RandomAdapters:
+    """Experts of another source, with random low-rank matrices behind their weights."""
+
+    def __init__(self, source: Any, shape: ExpertShape, ranks: LowRanks) -> None:
+        self._source, self.format, self.ranks = source, source.format, ranks
+        self.buffer_bytes = source.buffer_bytes
+        self._layout = RecordLayout(shape, torch.bfloat16, format=self.format, ranks=ranks)
+        numel, dtype = self._layout.stored
+        bare, _ = self._layout.bare
+        tail = (numel - bare) * dtype.itemsize // 2
+        self._bare, self._tail = bare, (0.02 * torch.randn(tail)).bfloat16().view(dtype)
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        self._source.fill(expert, record[: self._bare])
+        record[self._bare :].copy_(self._tail)
+
+
+def adapted_model(config: Any, name: str, ranks: LowRanks, **given: Any) -> Any:
+    """A model for inference with random weights, and random adapters of its experts."""
+    budgets = Budgets(**given)
+    made, model = random_dense(config, torch.bfloat16, False)
+
+    def finish() -> None:
+        made.restore(model)
+        adapt(model, made.layers)
+
+    shape = made.layers[0].shape
+    source = PlainExperts(shape) if name == PLAIN else RandomExperts(shape, name)
+    adapters = RandomAdapters(source, shape, ranks)
+    return move_experts(model, made.layers, budgets, False, True, adapters, finish)
 
 
 def random_model(config: Any, name: str, **given: Any) -> Any:

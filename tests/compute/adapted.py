@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from overspill.tiers.layout import Ranks, RecordLayout
+from overspill.tiers.layout import LowRanks, RecordLayout
 
-RANKS = Ranks(3, 12)
-ONE_RANK = Ranks(0, 5)
+RANKS = LowRanks(3, 12)
+ONE_RANK = LowRanks(0, 5)
 
 
 def adapted(layout: RecordLayout, records: Tensor, plain: Tensor) -> Tensor:
@@ -27,7 +27,9 @@ def adapted(layout: RecordLayout, records: Tensor, plain: Tensor) -> Tensor:
     return stored
 
 
-def low_rank_sum(layout: RecordLayout, stored: Tensor, expert: int, number: int, x: Tensor) -> Tensor:
+def low_rank_sum(
+    layout: RecordLayout, stored: Tensor, expert: int, number: int, x: Tensor
+) -> Tensor:
     """B @ (A @ x) of w_in or w_out in float64; zeros without them."""
     planes = layout.low_rank[number]
     if planes is None:

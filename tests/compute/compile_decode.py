@@ -27,11 +27,10 @@ from overspill.compute.decode.packing import packed_records
 from overspill.core.experts import ExpertShape
 from tests.compute.packed import make_experts
 
+OTHERS = attention, host, linear, migrate, norm, routing
 KERNELS = {
     name: kernel
-    for module in (
-        attention, expert_groups, experts, host, linear, low_rank, migrate, norm, routing,
-    )  # fmt: skip
+    for module in (*OTHERS, expert_groups, experts, low_rank)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }

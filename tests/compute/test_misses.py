@@ -21,7 +21,7 @@ from overspill.compute.misses import MissRunner
 from overspill.compute.record_format import MixedFormat, RecordFormat
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
-from overspill.tiers.layout import NO_RANKS, Ranks, RecordLayout
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout
 from overspill.tiers.worker_sync import WorkerSync
 from overspill.transfer.driver import await_signal, signal
 from overspill.transfer.mapped import on_device
@@ -61,7 +61,7 @@ class Model:
         pinned: bool = False,
         activation: Activation | None = None,
         packed: Sequence[Packed] = (),
-        ranks: Ranks = NO_RANKS,
+        ranks: LowRanks = NO_LOW_RANKS,
     ) -> None:
         """`packed` are the experts of each layer, if they are packed; `ranks` are those of low-rank
         matrices behind their weights."""
@@ -253,7 +253,11 @@ def test_packed_experts_equal_the_reference(
     ],
 )
 def test_low_rank_parts_are_added(
-    models: Callable[..., Model], packing: str | None, kind: str, ranks: Ranks, dtype: torch.dtype
+    models: Callable[..., Model],
+    packing: str | None,
+    kind: str,
+    ranks: LowRanks,
+    dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(0)
     shape, activation = SHAPES[kind]

@@ -21,6 +21,7 @@ from torch import Tensor
 from overspill.compute.activation import Activation, Form, Function, form_of
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
+from overspill.tiers.layout import LowRankPlanes
 
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
 _BEST_ISA = -1
@@ -45,19 +46,6 @@ class PackedRecords(Protocol):
     @property
     def native(self) -> ctypes.Structure | None:
         """The same for the library; None if its kernels cannot read it."""
-
-
-class LowRankPlanes(Protocol):
-    """Low-rank matrices of one matrix of an expert in its record, as of tiers.layout."""
-
-    @property
-    def a(self) -> int: ...
-    @property
-    def b(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def padded(self) -> int: ...
 
 
 LowRank = tuple[LowRankPlanes | None, LowRankPlanes | None]

@@ -32,7 +32,7 @@ from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
 from overspill.core.garbage import pause_collection, resume_collection
 from overspill.core.sizes import round_up
-from overspill.tiers.layout import ALIGN, NO_RANKS, Ranks, RecordLayout, WeightFormat
+from overspill.tiers.layout import ALIGN, NO_LOW_RANKS, LowRanks, RecordLayout, WeightFormat
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
@@ -148,7 +148,7 @@ class MissRunner:
         activation: Activation | None = None,
         source: RecordSource | None = None,
         format: WeightFormat | None = None,
-        ranks: Ranks = NO_RANKS,
+        ranks: LowRanks = NO_LOW_RANKS,
     ) -> None:
         """`threads` includes the runner's own. `check` also raises failures of `sync`, and of
         `source`, which is asked for the records of each request instead of `set_records`. `format`
@@ -198,8 +198,8 @@ class MissRunner:
         form = form_of(activation, shape.gated)
         like = self._formats[0] if self._formats else None
         rows = self.host.x_RD, self.host.x_RD
-        packing = {"form": form, "format": like, "low_rank": layout.low_rank}
-        args = group_args(*rows, [], shape, threads, **packing)
+        low_rank = layout.low_rank
+        args = group_args(*rows, [], shape, threads, form=form, format=like, low_rank=low_rank)
         self._natives = native_formats(self._formats)
         callbacks = self._callback, self._fetch
         others = self._natives, *callbacks

@@ -20,7 +20,7 @@ from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import BudgetRequest, ModelSizes, Placement, place
 from overspill.plan.exchange_groups import check_groups
-from overspill.tiers.layout import NO_RANKS, Ranks, RecordLayout, WeightFormat
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def plan_offload(
     ranks: Ranks | None,
     agree: Callable[[], None],
     packed: WeightFormat | None = None,
-    low_ranks: Ranks = NO_RANKS,
+    low_ranks: LowRanks = NO_LOW_RANKS,
 ) -> OffloadPlan:
     """All ranks call it; raises on all of them if they were given different models or options.
     `packed` is the format of packed weights, and `low_ranks` are those of matrices behind them."""

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +47,8 @@ def without_few_rows(
             places = zip(run.weights, itertools.pairwise(ends), strict=True)
             experts = [ExpertRows(record, *place) for record, place in places]
             y_rows = y_RD[run.start : run.end]
-            packing: Any = {"form": form, "format": format, "low_rank": layout.low_rank}
-            kernel_forward(x_rows, y_rows, experts, layout.shape, threads, **packing)
+            args = x_rows, y_rows, experts, layout.shape, threads
+            kernel_forward(*args, form=form, format=format, low_rank=layout.low_rank)
 
 
 def _form(layout: RecordLayout, layer_pass: LayerPass) -> Form | None:

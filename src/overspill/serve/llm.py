@@ -64,9 +64,9 @@ class LLM:
     `model` is the folder of a Hugging Face checkpoint, a GGUF file, a repository of the hub, the
     folder of a run of `overspill train` or `finetune`, or a model from `overspill.load` or
     `overspill.offload`.
-    `adapter` is a LoRA adapter to add to its weights, in a folder that peft or
-    `overspill finetune --lora` has written; as `model` it is served with the base model that it
-    names. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
+    `adapter` is a LoRA adapter, in a folder that peft or `overspill finetune --lora` has written;
+    as `model` it is served with the base model that it names. It is added to the weights of dense
+    layers; its part of experts stays beside their weights, in all memory. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
     that run at once. `slots` are the GPU slots for copies of experts that are in host memory;
     without, as many as fit into `gpu_memory`. `mode` says which experts of a later layer are named
     ahead, and `migrate` what is done with them: the CPU loads and computes them ("cpu"), they are

@@ -29,14 +29,14 @@ class Section:
     offset: int
 
 
-class Ranks(NamedTuple):
+class LowRanks(NamedTuple):
     """Ranks of the low-rank matrices that follow the weights in each record; 0: there are none."""
 
     w_in: int = 0
     w_out: int = 0
 
 
-NO_RANKS = Ranks()
+NO_LOW_RANKS = LowRanks()
 
 
 class LowRankPlanes(NamedTuple):
@@ -99,7 +99,7 @@ class RecordLayout:
     dtype: torch.dtype
     state_dtype: torch.dtype = torch.float32
     format: WeightFormat | None = None
-    ranks: Ranks = NO_RANKS
+    ranks: LowRanks = NO_LOW_RANKS
 
     @property
     def bare(self) -> tuple[int, torch.dtype]:
@@ -122,7 +122,8 @@ class RecordLayout:
         """The low-rank parts of w_in and w_out."""
         shape, line = self.shape, _LINE // self.dtype.itemsize
         numel, dtype = self.bare
-        at, found = -(-numel * dtype.itemsize // self.dtype.itemsize), []
+        at = -(-numel * dtype.itemsize // self.dtype.itemsize)
+        found: list[LowRankPlanes | None] = []
         sizes = (shape.d_model, shape.in_rows), (shape.d_hidden, shape.d_model)
         for rank, (inputs, outputs) in zip(self.ranks, sizes, strict=True):
             if not rank:
@@ -131,8 +132,9 @@ class RecordLayout:
             padded = round_up(rank, _RANK_STEP)
             a = round_up(at, line)
             b = round_up(a + padded * inputs, line)
-            found.append(LowRankPlanes(a, b, inputs, outputs, rank, padded))
-            at = found[-1].end
+            planes = LowRankPlanes(a, b, inputs, outputs, rank, padded)
+            found.append(planes)
+            at = planes.end
         return found[0], found[1]
 
     def computed(self, records: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Low-rank parts of experts of decoding steps compared with naive torch code, in Triton's
 interpreter and on a GPU."""
 
-import torch.nn.functional as F
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from overspill.compute.activation import Form, Function
@@ -13,7 +13,7 @@ from overspill.compute.decode import constants
 from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape
 from overspill.moe.state_dict import split_record
-from overspill.tiers.layout import Ranks, RecordLayout
+from overspill.tiers.layout import LowRanks, RecordLayout
 from tests.compute.activations import activation_oracle
 from tests.compute.adapted import ONE_RANK, RANKS, adapted, low_rank_sum
 from tests.compute.decode.near import assert_near, needs_triton, random
@@ -24,12 +24,12 @@ from tests.compute.test_grouped_triton import BF16, FP32, every_device
 
 pytestmark = needs_triton
 IDS: list[list[int | None]] = [[1, 0], [1, None]]
-CASES: dict[str, tuple[str | None, ExpertShape, Function, Ranks]] = {
+CASES: dict[str, tuple[str | None, ExpertShape, Function, LowRanks]] = {
     "gated": (None, ExpertShape(40, 36, gated=True), Function.SILU, RANKS),
     "w_out alone": (None, ExpertShape(20, 9, gated=False), Function.RELU, ONE_RANK),
     "gpt_oss": (None, LAYOUTS["clamped, with biases and transposed"][1], Function.CLAMPED, RANKS),
     "mxfp4": ("mxfp4", ExpertShape(64, 96, gated=True), Function.SILU, RANKS),
-    "fp8": ("fp8-tensor", ExpertShape(28, 20, gated=True), Function.SILU, Ranks(20, 0)),
+    "fp8": ("fp8-tensor", ExpertShape(28, 20, gated=True), Function.SILU, LowRanks(20, 0)),
     "packed gpt_oss": ("mxfp4-stack", OSS, Function.CLAMPED, RANKS),
 }
 

@@ -23,7 +23,7 @@ from overspill.models.huggingface.conversion import Renamer, Sources
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
 from overspill.models.huggingface.lora_config import MATRIX_A, MATRIX_B, LoraConfig
 from overspill.moe.adapters import Factors
-from overspill.tiers.layout import Ranks, RecordLayout
+from overspill.tiers.layout import LowRanks, RecordLayout
 from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 
 
@@ -76,7 +76,7 @@ class ExpertChanges:
                 rows = (weight.T if transposed else weight).chunk(part.pieces)[part.piece]
                 rows += (self._read(part.b) @ self._read(part.a)) * part.scale
 
-    def ranks(self) -> Ranks:
+    def ranks(self) -> LowRanks:
         """The largest ranks of both matrices of an expert in any layer. Raises if ranks differ by
         expert: then records cannot be the same."""
         found = [0, 0]
@@ -94,7 +94,7 @@ class ExpertChanges:
                 )
             number = int(name.endswith(layer.names[1]))
             found[number] = max(found[number], *ranks.values())
-        return Ranks(*found)
+        return LowRanks(*found)
 
     @torch.no_grad()
     def low_rank(self, name: str, expert: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
 from overspill.moe.init import expert_generator
 from overspill.moe.settings import Settings
-from overspill.tiers.layout import NO_RANKS
+from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.slab import Progress
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class InitialExperts:
     """Weights that depend on the seed of torch's generator and on the expert alone, so that they
     are the same on any number of ranks."""
 
-    buffer_bytes, format, ranks = 0, None, NO_RANKS
+    buffer_bytes, format, ranks = 0, None, NO_LOW_RANKS
 
     def __init__(self, layers: Sequence[HuggingFaceExperts], device: torch.device) -> None:
         self._layers, self._device = layers, device

@@ -15,7 +15,7 @@ from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.lora import LoraTensors
 from overspill.models.huggingface.packed.tensor import PackedTensor
 from overspill.moe.state_dict import Place, split_record
-from overspill.tiers.layout import NO_RANKS
+from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.safetensors_stream import TensorSpec
 
 
@@ -34,7 +34,7 @@ class Recipes:
     """The sources of every expert tensor, checked before any memory is allocated."""
 
     format = None
-    ranks = NO_RANKS
+    ranks = NO_LOW_RANKS
 
     def __init__(
         self,

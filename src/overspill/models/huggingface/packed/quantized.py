@@ -14,7 +14,7 @@ from overspill.core.packing import QUANTIZATIONS, Kind, Scheme
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
 from overspill.models.huggingface.recipes import Recipes, Tensors
 from overspill.moe.state_dict import split_record
-from overspill.tiers.layout import NO_RANKS
+from overspill.tiers.layout import NO_LOW_RANKS
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = ", ".join(QUANTIZATIONS)
@@ -30,7 +30,7 @@ class QuantizedExperts:
     """Reads experts of a plain checkpoint and packs them. Records are those of the packed
     checkpoint that `overspill export --quantize` makes of it."""
 
-    ranks = NO_RANKS
+    ranks = NO_LOW_RANKS
 
     def __init__(self, recipes: Recipes, name: str) -> None:
         self._recipes = recipes
