@@ -10,7 +10,7 @@ import statistics
 from typing import Any
 
 import torch
-from packed_models import PLAIN, adapted_model
+from packed_models import PLAIN, random_model
 from record import Limit, Metric, metric, write_record
 from serve import HBM, decode, token_bytes, w2
 from transformers import Qwen3MoeConfig
@@ -39,7 +39,7 @@ class Run:
         settings = overspill.Settings(residency=False)
         device, config = ("cpu", tiny()) if args.smoke else ("cuda", w2())
         given: Any = {"device": device, "settings": settings, "mode": "host"}
-        model = adapted_model(config, args.packing, ranks, **given)
+        model = random_model(config, args.packing, ranks, **given)
         engine = model.overspill
         try:
             quarter = engine.n_layers * engine.n_experts // 4

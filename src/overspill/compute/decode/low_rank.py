@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import Matrix
+from overspill.compute.codes_triton import Matrix, input_factors
 from overspill.compute.decode.host import RequestArguments, send_request
 from overspill.compute.decode.launch import after, early, power
 from overspill.compute.decode.packing import at_record, by_places
@@ -78,17 +78,19 @@ def shrink(
     offsets_BK: Tensor,
     flags: RequestArguments,
     matrix: Matrix | None = None,
+    scaled: bool = False,
 ) -> LowRankPart:
     """A @ x of the experts of each token that are on the device; `x_ND` has a row for each token,
     or for each pair. `flags` send a request to the CPU first; without `factors` nothing is
-    launched. With `matrix` the inputs are ordered for it, `by_places`."""
+    launched. With `matrix` the inputs are ordered for it, `by_places`; `scaled`: and are times its
+    `input_factors`."""
     if factors is None:
         return LowRankPart(memory, memory, None)
     pairs, width = offsets_BK.numel(), x_ND.shape[1]
     shrunk = torch.empty(pairs, factors.padded, dtype=torch.float32, device=x_ND.device)
     _shrink_kernel[(factors.rank, pairs)](
         x_ND, memory, offsets_BK, shrunk, *flags.values, width, pairs // len(x_ND), factors, matrix,
-        min(_BLOCK, power(width)), *flags.constants, num_warps=4, **early(x_ND.device),
+        scaled, min(_BLOCK, power(width)), *flags.constants, num_warps=4, **early(x_ND.device),
     )  # fmt: skip
     return LowRankPart(memory, shrunk, factors)
 
@@ -96,8 +98,8 @@ def shrink(
 @triton.jit
 def _shrink_kernel(
     x, low, offsets, out, ready, done, missed, n_rows, width, top_k, LOW: tl.constexpr,
-    MATRIX: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr,
-    EARLY: tl.constexpr,
+    MATRIX: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr,
+    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0), tl.program_id(1)
     after(EARLY)
@@ -113,8 +115,10 @@ def _shrink_kernel(
         at = columns
         if MATRIX is not None:
             at = by_places(columns, MATRIX)
-        value = tl.load(x + pair // top_k * width + at, mask=inside, other=0.0)
-        total += tl.load(a + columns, mask=inside, other=0.0).to(tl.float32) * value.to(tl.float32)
+        value = tl.load(x + pair // top_k * width + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:  # by powers of 2
+            value /= input_factors(columns, MATRIX)
+        total += tl.load(a + columns, mask=inside, other=0.0).to(tl.float32) * value
     tl.store(out + pair * LOW.padded + row, tl.sum(total, 0))
 
 
