@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, ranks: LowRanks) -> None:
         self.args = args
-        self.rounds, self.tokens = (1, 4) if args.smoke else (args.rounds, args.tokens)
+        self.rounds, self.tokens = (1, 2) if args.smoke else (args.rounds, args.tokens)
         settings = overspill.Settings(residency=False)
         device, config = ("cpu", tiny()) if args.smoke else ("cuda", w2())
         given: Any = {"device": device, "settings": settings, "mode": "host"}
@@ -65,7 +65,7 @@ class Run:
             routed_by(model, routing),
             short_collections(),
         ):
-            if slots:
+            if slots and not self.args.smoke:
                 decode(llm, 1, self.tokens, 2)  # the cache learns
             return [each.speed for each in decode(llm, 1, self.tokens, self.rounds)]
 
