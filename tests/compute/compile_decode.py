@@ -51,7 +51,9 @@ KERNELS = {
 NUMBERS = {"eps": "fp32", "scale": "fp32", "shift": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned", "slots"}
 FLOAT = {"sums", "stats", "weights", "shrunk"}
-LINEAR = {"BIAS": True, "FUNCTION": -1, "GATE": -1, "ROWS": 8, "BLOCK": 512}
+LINEAR = {
+    "NORM": 0, "BIAS": True, "FUNCTION": -1, "GATE": -1, "ADD": False, "ROWS": 8, "BLOCK": 512,
+}  # fmt: skip
 NORM = {"N_PARTS": 2, "HOST": 1, "BIAS": False, "ON_GPU": True, "BLOCK": 2048}
 ROTATE = {
     "HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "TURNED": 64, "LANES": 64,
@@ -102,7 +104,8 @@ CASES = [
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
     ("_linear_kernel", LINEAR | {"GATE": 1}, {}),
-    ("_linear_kernel", LINEAR | {"FUNCTION": 2}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 1, "FUNCTION": 2, "ROWS": 2, "BLOCK": 1024}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 2, "ADD": True, "ROWS": 2, "BLOCK": 1024}, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_rotate_kernel", ROTATE | {"TURNED": 32, "GATED": True}, {}),
     ("_convolve_kernel", CONVOLVE, {"out": "*fp32"}),

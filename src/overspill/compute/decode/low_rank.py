@@ -17,7 +17,7 @@ from torch import Tensor
 
 from overspill.compute.codes_triton import Matrix, input_factors
 from overspill.compute.decode.host import RequestArguments, send_request
-from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.launch import early, let_next_begin, power, wait
 from overspill.compute.decode.packing import at_record, by_places
 from overspill.tiers.layout import LowRankPlanes, RecordLayout
 
@@ -102,7 +102,8 @@ def _shrink_kernel(
     ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, pair = tl.program_id(0), tl.program_id(1)
-    after(EARLY)
+    wait(EARLY)
+    let_next_begin(EARLY)  # it may read what kernels before this one have written
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
     offset = tl.load(offsets + pair)
     if offset == -(1 << 62):
