@@ -39,11 +39,12 @@ def qwen(layers: int) -> Any:
 class Prompts:
     """Random prompts, none of which begins like another."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = 30_000) -> None:
         self._random = torch.Generator().manual_seed(0)
+        self._vocabulary = vocabulary
 
     def __call__(self, tokens: int) -> list[int]:
-        return torch.randint(100, 30_000, (tokens,), generator=self._random).tolist()
+        return torch.randint(100, self._vocabulary, (tokens,), generator=self._random).tolist()
 
 
 def speed(llm: overspill.LLM, prompts: Prompts, tokens: int, rounds: int) -> list[float]:

@@ -29,11 +29,16 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 @functools.cache
 def plain_model(name: str) -> tuple[Any, list[list[int]]]:
     """A model of the family, and its greedy tokens after `PROMPTS`."""
+    model = make_plain(name)
+    return model, [plain_generate(model, prompt, 6) for prompt in PROMPTS]
+
+
+def make_plain(name: str) -> Any:
+    """A model of the family whose requests can be batched."""
     options = {"sliding_window": None} if name == "minimax" else {}
     made = family(name)
     made = dataclasses.replace(made, build=functools.partial(made.build, **options))
-    model = make_model(made).eval()
-    return model, [plain_generate(model, prompt, 6) for prompt in PROMPTS]
+    return make_model(made).eval()
 
 
 @pytest.mark.parametrize(

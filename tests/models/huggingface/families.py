@@ -66,7 +66,7 @@ COMMON: dict[str, Any] = {
     "index_n_heads": 16,  # with few, keys have the same score of 0
     # Linear attention
     "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_head_dim": 8,

@@ -98,6 +98,12 @@ class RecurrentStates:
         rows = torch.arange(len(slots_B), device=slots_B.device)[:, None]
         self._groups = [_Group(rows, slots_B, False)]
 
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """The inputs of a module's convolution and its recurrent states, of each slot; a pass of
+        several tokens has been computed before."""
+        states = self._memory[module]
+        return states["conv", 0], states["recurrent", 0]
+
     def save(self, slots_B: Tensor) -> list[Tensor]:
         """Copies of the states of these slots."""
         return [each[slots_B] for each in self._every()]
@@ -271,13 +277,14 @@ def state_bytes(model: nn.Module) -> int:
         kind = type(module), *(parameter.shape for parameter in module.parameters())
         counts[kind] += 1
         kinds[kind] = module
-    return sum(count * _state_bytes(kinds[kind]) for kind, count in counts.items())
+    width: int = model.config.get_text_config().hidden_size  # type: ignore[operator,union-attr]
+    return sum(count * _state_bytes(kinds[kind], width) for kind, count in counts.items())
 
 
-def _state_bytes(module: nn.Module) -> int:
+def _state_bytes(module: nn.Module, hidden_width: int) -> int:
     weight = next(p for p in module.parameters() if p.dim() > 1)
-    linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
-    width = int(module.conv1d.in_channels if linear is None else linear.in_features)  # type: ignore
+    linear = any(isinstance(each, nn.Linear) for each in module.modules())
+    width = hidden_width if linear else int(module.conv1d.in_channels)  # type: ignore[union-attr,arg-type]
     others = inspect.signature(module.forward).parameters
     cache = _new_cache(module)
     given: dict[str, Any] = {_CACHE_ARGUMENTS[type(module).__name__]: cache}
