@@ -218,6 +218,7 @@ class DecodeStep:
         y = experts(
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
+            self.table.low_rank,
         )  # fmt: skip
         parts = [y]
         if shared is not None and hidden is not None:
