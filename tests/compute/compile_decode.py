@@ -13,15 +13,18 @@ from triton.compiler import ASTSource
 from overspill.compute.activation import Form, Function
 from overspill.compute.decode import (
     attention,
+    delta,
     expert_groups,
     experts,
     host,
     linear,
+    low_rank,
     migrate,
     norm,
     packed_experts,
     routing,
 )
+from overspill.compute.decode.low_rank import Factors
 from overspill.compute.decode.packing import packed_records
 from overspill.core.experts import ExpertShape
 from tests.compute.packed import make_experts
@@ -30,10 +33,12 @@ KERNELS = {
     name: kernel
     for module in (
         attention,
+        delta,
         expert_groups,
         experts,
         host,
         linear,
+        low_rank,
         migrate,
         norm,
         packed_experts,
@@ -43,14 +48,26 @@ KERNELS = {
     if name.endswith("_kernel")
 }
 
-NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
-WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned"}
-FLOAT = {"sums", "stats", "weights"}
-LINEAR = {"BIAS": True, "FUNCTION": -1, "ROWS": 8, "BLOCK": 512}
+NUMBERS = {"eps": "fp32", "scale": "fp32", "shift": "fp32", "softcap": "fp32"}
+WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned", "slots"}
+FLOAT = {"sums", "stats", "weights", "shrunk"}
+LINEAR = {
+    "NORM": 0, "BIAS": True, "FUNCTION": -1, "GATE": -1, "ADD": False, "ROWS": 8, "BLOCK": 512,
+}  # fmt: skip
 NORM = {"N_PARTS": 2, "HOST": 1, "BIAS": False, "ON_GPU": True, "BLOCK": 2048}
-ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
+ROTATE = {
+    "HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "TURNED": 64, "LANES": 64,
+    "NORMS": True, "GATED": False,
+}  # fmt: skip
+COMBINE = {"SINKS": True, "GATED": False, "PARTS": 64, "WIDTH": 128, "LANES": 128}
+PLACES = delta.Place(0, 128), delta.Place(2048, 128), delta.Place(4096, 256), delta.Place(8192, 256)
+PLACES = *PLACES, delta.Place(12288, 2), delta.Place(12320, 2)
+SHAPE = delta.DeltaShape(16, 32, 128, 128, *PLACES)
+CONVOLVE = {"SHAPE": SHAPE, "COLUMNS": 8192, "TAPS": 4, "PLACES": 4, "LANES": 128}
+DELTA = {"SHAPE": SHAPE, "COLUMNS": 8192, "KEYS": 128, "LANES": 128}
+STATES = dict.fromkeys(("qkv", "states", "rates"), "*fp32")
 ATTEND = {
-    "PACKED": False, "ALONE": False, "BIAS": False,
+    "PACKED": False, "ALONE": False, "GATED": False, "BIAS": False,
     "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
     "LANES": 128, "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
     "WIDEN": False,
@@ -71,12 +88,12 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
-    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "LOW": None,
+    "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
-    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
-    "BLOCK": 256,
+    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "LOW": None,
+    "ROWS": 1, "BLOCK": 256,
 }  # fmt: skip
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
@@ -86,12 +103,19 @@ CASES = [
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
-    ("_linear_kernel", LINEAR | {"FUNCTION": 2}, {}),
+    ("_linear_kernel", LINEAR | {"GATE": 1}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 1, "FUNCTION": 2, "ROWS": 2, "BLOCK": 1024}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 2, "ADD": True, "ROWS": 2, "BLOCK": 1024}, {}),
     ("_rotate_kernel", ROTATE, {}),
+    ("_rotate_kernel", ROTATE | {"TURNED": 32, "GATED": True}, {}),
+    ("_convolve_kernel", CONVOLVE, {"out": "*fp32"}),
+    ("_delta_kernel", DELTA, STATES),
     ("_attend_kernel", ATTEND, {}),
     ("_attend_kernel", ATTEND | {"BIAS": True}, {"bias": "*fp32"}),
+    ("_attend_kernel", ATTEND | {"ALONE": True, "GATED": True}, {"sums": "*bf16"}),
     ("_attend_kernel", ATTEND | T5, {"bias": "*bf16", "sums": "*bf16", "stats": "*bf16"}),
-    ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
+    ("_combine_kernel", COMBINE, {}),
+    ("_combine_kernel", COMBINE | {"SINKS": False, "GATED": True}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
     ("_look_up_kernel", LOOK_UP, HOST),
@@ -106,17 +130,24 @@ CASES = [
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
 GROUP = {
-    "ALIGN": 16, "PACKING": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
+    "ALIGN": 16, "PACKING": None, "LOW": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
     "TRANSPOSED": False, "WIDEN": False,
 }  # fmt: skip
 GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
 GROUPS = {"groups": "*i32"}
+LOW = {"LOW": Factors(4096, 8192, 4, 8, 4, False)}
+SHRINK = LOW | {"MATRIX": None, "SCALED": False, "BLOCK": 2048, "REQUEST": 4, "ON_GPU": True}
 TURNED = {"BIAS": True, "TRANSPOSED": True}
 CASES += [
     ("_group_in_kernel", GROUP_IN, GROUPS),
     ("_group_in_kernel", GROUP_IN | TURNED | {"FUNCTION": 3}, GROUPS),
     ("_group_out_kernel", GROUP, GROUPS | {"parts": "*fp32"}),
     ("_group_out_kernel", GROUP | TURNED, GROUPS | {"parts": "*fp32"}),
+    ("_shrink_kernel", SHRINK, FLAGS | {"out": "*fp32"}),
+    ("_expert_in_kernel", IN | LOW, FLAGS),
+    ("_expert_out_kernel", OUT | LOW, {"out": "*fp32"}),
+    ("_group_in_kernel", GROUP_IN | LOW, GROUPS),
+    ("_group_out_kernel", GROUP | LOW, GROUPS | {"parts": "*fp32"}),
 ]
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
@@ -133,6 +164,7 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
         torch.empty(64, dtype=torch.uint8),
     )
     own = {"PACKING": packed.packing, "BIAS": stack}
+    own |= {"LOW": Factors(4096, 8192, 4, 8, 4, True)}
     into = own | {"FUNCTION": 3 if stack else 1}
     types = [
         {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS
@@ -143,6 +175,8 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
         ("_packed_in_kernel", into | TILE | {"GATED": True}, w_in | WIDE_INPUTS),
         ("_packed_out_kernel", own | TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
     ]
+    scaled = SHRINK | {"MATRIX": packed.packing.out, "SCALED": True}
+    CASES.append(("_shrink_kernel", scaled, FLAGS | {"out": "*fp32", "x": "*fp32"}))
     matrix = {"MATRIX": packed.packing.gate}
     CASES.append(("_arrange_kernel", ARRANGE | matrix, FLAGS | {"out": "*fp32"}))
     if form != "mxfp8":
@@ -157,8 +191,7 @@ CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FL
 CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride",
-    "q_stride",
+    "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride", "row_width", "q_stride",
 }  # fmt: skip
 
 

@@ -41,30 +41,36 @@ def slot_of(blocks: Tensor, sequence: int, position: int, size: int = SIZE) -> i
 
 @every_device
 @pytest.mark.parametrize(
-    ("width", "norms", "dtype"), all_pairs([8, 12], [False, True], [FP32, BF16])
+    ("width", "norms", "gated", "dtype"),
+    all_pairs([8, 12], [False, True], [False, True], [FP32, BF16]),
 )
 def test_queries_and_keys_are_rotated_and_stored_in_the_slots_of_their_tokens(
-    attention: Any, width: int, norms: bool, dtype: torch.dtype, device: str
+    attention: Any, width: int, norms: bool, gated: bool, dtype: torch.dtype, device: str
 ) -> None:
+    """Models with gates rotate a part of each head."""
     heads, kv_heads, positions = 4, 2, [0, 3, 4, 10]
+    turned, shift = (width - 4, 1.0) if gated else (width, 0.0)
     make = {"dtype": dtype, "device": device}
-    qkv = random(4, (heads + 2 * kv_heads) * width, **make)
-    angles = torch.rand(12, width // 2)
+    queries = heads * (2 if gated else 1)
+    qkv = random(4, (queries + 2 * kv_heads) * width, **make)
+    angles = torch.rand(12, turned // 2)
     tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     weights = (random(width, **make), random(width, **make)) if norms else None
     blocks = blocks_of(positions, 9, device)
     cache = tuple(random(9 * SIZE, kv_heads, width, **make) for _ in range(2))
     keys, values = (each.double() for each in cache)
     where = torch.tensor(positions, device=device), blocks, SIZE
-    q = attention.rotate_and_store(qkv, tables, weights, 1e-5, *where, cache)
+    q = attention.rotate_and_store(qkv, tables, weights, 1e-5, *where, cache, shift, gated)
 
     def rotated(x: Tensor, norm: int, position: int) -> Tensor:
         if weights is not None:
-            x = rms_norm(x, weights[norm], 1e-5)
-        (first, second), (cos, sin) = x.chunk(2, -1), (t[position].double() for t in tables)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+            x = rms_norm(x, weights[norm].double() + shift, 1e-5)
+        (first, second), others = x[:, :turned].chunk(2, -1), x[:, turned:]
+        cos, sin = (t[position].double() for t in tables)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, others), -1)
 
-    parts = qkv.double().unflatten(1, (-1, width)).split([heads, kv_heads, kv_heads], 1)
+    every = qkv.double().unflatten(1, (-1, width)).split([queries, kv_heads, kv_heads], 1)
+    parts = (every[0][:, :: queries // heads], *every[1:])
     expected = []
     for sequence, position in enumerate(positions):
         slot = slot_of(blocks, sequence, position)
@@ -123,8 +129,13 @@ def test_a_token_attends_to_those_before_it_in_their_blocks(
             scores = torch.cat((scores, sink.double()[:, None]), 1)
         shares = scores.softmax(1)[:, : len(seen)]
         expected.append(torch.einsum("hl,lhd->hd", shares, v).flatten())
+    gated = None
+    if kind == "groups of 2":
+        gated = random(len(positions), (2 * heads + 2 * kv_heads) * width, **make)
+        gates = gated.double().unflatten(1, (-1, width))[:, 1 : 2 * heads : 2].sigmoid()
+        expected = [*(torch.stack(expected) * gates.flatten(1))]
     where = torch.tensor(positions, device=device), blocks, size
-    out = attention.attend(q, (keys, values), *where, scale, window, sink)
+    out = attention.attend(q, (keys, values), *where, scale, window, sink, gated_row=gated)
     assert out.dtype is dtype
     assert_near(out, torch.stack(expected), dtype)
 

@@ -31,13 +31,13 @@ def test_parts_are_added_to_the_residual_before_its_norm(
     before = residual.double()
     # what experts add is float32
     parts = [random(3, width, dtype=d, device=device) for d in (FP32, dtype)][:n_parts]
-    weight = random(width, dtype=dtype, device=device)
-    out = add_norm(residual, parts, weight, 1e-5)
+    weight, shift = random(width, dtype=dtype, device=device), float(n_parts)
+    out = add_norm(residual, parts, weight, 1e-5, shift=shift)
     assert out.dtype is residual.dtype is dtype
     assert_near(residual, before + sum(part.double() for part in parts), dtype)
     if not parts:
         assert torch.equal(residual.double(), before)
-    assert_near(out, rms_norm(residual, weight, 1e-5), dtype)
+    assert_near(out, rms_norm(residual, weight.double() + shift, 1e-5), dtype)
 
 
 @every_device

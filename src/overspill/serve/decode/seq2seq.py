@@ -44,7 +44,7 @@ def read_seq2seq_decoder(model: Any) -> Decoder | None:
     files = _FILES | {f"transformers.models.{name}.modeling_{name}"}
     plain: Collection[type] = _PLAIN if switch else _PLAIN | {nn.LayerNorm}
     decoder = model.get_decoder()
-    if has_quirks(model, plain, files) or not _has_usual_types(model, decoder):
+    if has_quirks(model.modules(), plain, files) or not _has_usual_types(model, decoder):
         return None
     if not all(_is_usual_block(each.mlp if switch else each.ffn) for each in _feeds(decoder)):
         return None

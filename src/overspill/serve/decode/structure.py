@@ -1,11 +1,11 @@
 """The common structure of decoders, read from a model: what a decoding step computes.
 
-RMS norms, rotary attention with grouped heads, experts chosen by a softmax, perhaps an expert for
-all tokens beside them. seq2seq.py reads the decoders of encoder-decoders into the same structure.
-Models that differ run through their own modules.
+RMS norms, rotary attention with grouped heads or the gated delta rule, experts chosen by a softmax,
+perhaps an expert for all tokens beside them. seq2seq.py reads the decoders of encoder-decoders into
+the same structure. Models that differ run through their own modules.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.compute.activation import Form, Function, form_of
+from overspill.compute.decode.delta import DeltaShape, Place
 from overspill.models.attention_cache import RelativeBias
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.experts import PLACEHOLDER
@@ -21,13 +22,17 @@ from overspill.models.pregate import pregate_level
 from overspill.moe import pregate
 from overspill.moe.placeholder import ExpertPlaceholder
 
-_TYPES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"})
+_ALIKE = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"})
+_HYBRID = {"qwen3_next": "qwen3_next", "qwen3_5_moe_text": "qwen3_5_moe"}
+"""Model types with linear attention, gates after attention, and 1 added to the weights of norms; by
+the name of their module."""
+_TYPES = _ALIKE | _HYBRID.keys()
 """Model types of transformers whose modules are known to compute what is read here."""
 _OWN = "overspill_gpt"
 """The model type of an exported run that no class of transformers computes."""
-_PLAIN = frozenset({nn.Linear, nn.Embedding, nn.ModuleList, nn.RMSNorm})
+_PLAIN = frozenset({nn.Conv1d, nn.Embedding, nn.Linear, nn.ModuleList, nn.RMSNorm})
 _FILES = frozenset({
-    *(f"transformers.models.{name}.modeling_{name}" for name in _TYPES),
+    *(f"transformers.models.{name}.modeling_{name}" for name in _ALIKE.union(_HYBRID.values())),
     "transformers.activations", "torch.nn.modules.activation", "overspill.models.gpt",
     "overspill.models.huggingface.gpt_model", "overspill.moe.layer", "overspill.moe.router",
 })  # fmt: skip
@@ -40,6 +45,7 @@ class Norm:
     eps: float
     bias: Tensor | None = None  # of a layer norm
     scale: float = 1.0  # of the result
+    shift: float = 0.0  # is added to the weight
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,32 @@ class Attention:
     clip: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+    gated: bool = False  # each head of queries is followed by gates of its output
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta rule after a short convolution."""
+
+    module: nn.Module
+    """It has the states."""
+    projections: Tensor
+    convolution: Tensor
+    rates: tuple[Tensor, Tensor]  # logarithms and biases of the decay
+    norm: Norm
+    out: Tensor
+    shape: DeltaShape
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An expert for all tokens."""
+
+    module: Callable[[Tensor], Tensor]
+    joined: Tensor | None
+    """Weights of the router, of gate and up values, and of its share, if it has the activation of
+    the other experts."""
+    out: Tensor
 
 
 @dataclass(frozen=True)
@@ -74,7 +106,7 @@ class Experts:
     normalize: bool
     placeholder: ExpertPlaceholder
     activation: Form
-    shared: Callable[[Tensor], Tensor] | None = None  # for all tokens
+    shared: Shared | None = None
     scale: float = 1.0  # of the weights of experts
     ids: Tensor | None = None  # [K], int32: those of every token, whose weights the router gives
 
@@ -93,7 +125,7 @@ class Dense:
 @dataclass(frozen=True)
 class Layer:
     attention_norm: Norm
-    attention: Attention
+    attention: Attention | LinearAttention
     feed_norm: Norm
     feed: Experts | Dense | Callable[[Tensor], Tensor]
     source: tuple[Norm, Attention] | None = None  # between the two
@@ -115,7 +147,8 @@ class Decoder:
     norm: Norm
     head: Tensor
     head_bias: Tensor | None
-    rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines, [positions, width / 2]
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines, [positions, n / 2] for the first n numbers of a head."""
     level: int = 0  # of the pre-gates: a router is computed so many layers earlier
     embedding_scale: float = 1.0
     positions: Positions | None = None
@@ -125,6 +158,12 @@ class Decoder:
     def experts(self) -> list[Experts]:
         """Of all layers that have some."""
         return [layer.feed for layer in self.layers if isinstance(layer.feed, Experts)]
+
+    @cached_property
+    def attentions(self) -> dict[int, Attention]:
+        """Those with keys and values, by layer."""
+        mixers = ((number, layer.attention) for number, layer in enumerate(self.layers))
+        return {number: own for number, own in mixers if isinstance(own, Attention)}
 
     @property
     def first(self) -> int:
@@ -138,36 +177,60 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
     if isinstance(model, GPTMoE):
         return _read_gpt(model)
     config = model.config.get_text_config()
-    if (
-        config.model_type not in {*_TYPES, _OWN}
-        or model.config is not config
-        or has_quirks(model, _PLAIN, _FILES)
-    ):
+    nested = model.config is not config
+    if config.model_type not in {*_TYPES, _OWN} or (nested and config.model_type not in _HYBRID):
         return None
-    inner = model.model
+    inner = model.model.language_model if nested else model.model
+    modules = model, model.model, *inner.modules(), *model.lm_head.modules()
+    if has_quirks(modules, _PLAIN, _FILES):
+        return None
+    kinds = getattr(config, "layer_types", None) or ()
+    if config.model_type in _HYBRID and "full_attention" not in kinds:
+        return None
     layers = [_read_layer(config, layer) for layer in inner.layers]
-    width = layers[0].attention.width
-    positions = torch.arange(context, device=model.device)[None]
-    like = inner.embed_tokens.weight.new_empty(1)
-    with torch.no_grad():
-        cosines, sines = (each[0, :, : width // 2] for each in inner.rotary_emb(like, positions))
-    if cosines.shape[1] != width // 2:
+    tables = _rotations(config, inner, context)
+    if tables is None:
         return None
+    shift = _shift(config)
     head = model.lm_head
     return Decoder(
-        inner.embed_tokens.weight.data, layers, _norm(inner.norm), head.weight.data,
-        data_of(head.bias), (cosines.contiguous(), sines.contiguous()), pregate_level(model),
+        inner.embed_tokens.weight.data, layers, _norm(inner.norm, shift), head.weight.data,
+        data_of(head.bias), tables, pregate_level(model),
     )  # fmt: skip
 
 
-def has_quirks(model: Any, plain: Collection[type], files: Collection[str]) -> bool:
+def _rotations(config: Any, inner: Any, context: int) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of all positions; None if the model has others than are known."""
+    weight = inner.embed_tokens.weight
+    positions = torch.arange(context, device=weight.device)[None]
+    if config.model_type == "qwen3_5_moe_text":  # those of text are the same in three dimensions
+        positions = positions.expand(3, 1, -1)
+    with torch.no_grad():
+        tables = inner.rotary_emb(weight.new_empty(1), positions)
+    half = config.hidden_size // config.num_attention_heads // 2
+    half = (getattr(config, "head_dim", None) or 2 * half) // 2
+    if config.model_type in _HYBRID:  # a part of a head is rotated
+        half = min(half, tables[0].shape[-1] // 2)
+    cosines, sines = (each[0, :, :half].contiguous() for each in tables)
+    return (cosines, sines) if cosines.shape[1] == half else None
+
+
+def _shift(config: Any) -> float:
+    return 1.0 if config.model_type in _HYBRID else 0.0
+
+
+def has_quirks(
+    modules: Iterable[nn.Module], plain: Collection[type], files: Collection[str]
+) -> bool:
     """Whether a user may have changed a model whose modules have `plain` classes, or are defined in
     these files: it is computed by its own modules."""
-    return any(_quirks(model, plain, files))
+    return any(_quirks(modules, plain, files))
 
 
-def _quirks(model: Any, plain: Collection[type], files: Collection[str]) -> Iterator[bool]:
-    for module in model.modules():
+def _quirks(
+    modules: Iterable[Any], plain: Collection[type], files: Collection[str]
+) -> Iterator[bool]:
+    for module in modules:
         yield bool(module._forward_hooks or module._forward_pre_hooks)
         yield "forward" in vars(module)
         kind = type(module)
@@ -191,10 +254,14 @@ def _read_layer(config: Any, layer: Any) -> Layer:
     experts = getattr(mlp, "experts", None)
     if experts is not None:
         feed = _read_experts(config, mlp)
+    linear = getattr(layer, "linear_attn", None)
+    shift = _shift(config)
     return Layer(
-        _norm(layer.input_layernorm), _read_attention(config, layer.self_attn),
-        _norm(layer.post_attention_layernorm), feed,
-    )  # fmt: skip
+        _norm(layer.input_layernorm, shift),
+        _read_attention(config, layer.self_attn) if linear is None else _read_linear(linear),
+        _norm(layer.post_attention_layernorm, shift),
+        feed,
+    )
 
 
 def _read_experts(config: Any, mlp: Any) -> Experts:
@@ -202,13 +269,7 @@ def _read_experts(config: Any, mlp: Any) -> Experts:
     router = mlp.router if oss else mlp.gate
     activation = activation_of(mlp.experts)
     assert activation is not None
-    shared = None
-    if hasattr(mlp, "shared_expert"):
-
-        def shared(x: Tensor) -> Tensor:
-            share: Tensor = torch.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x)
-            return share
-
+    shared = _read_shared(mlp) if hasattr(mlp, "shared_expert") else None
     return Experts(
         router.weight.data, data_of(getattr(router, "bias", None)), config.model_type == _OWN,
         router.top_k, not oss, bool(getattr(router, "norm_topk_prob", True)),
@@ -216,20 +277,60 @@ def _read_experts(config: Any, mlp: Any) -> Experts:
     )  # fmt: skip
 
 
+def _read_shared(mlp: Any) -> Shared:
+    own, gate = mlp.shared_expert, mlp.shared_expert_gate
+
+    def compute(x: Tensor) -> Tensor:
+        share: Tensor = torch.sigmoid(gate(x)) * own(x)
+        return share
+
+    weights = [each.weight for each in (mlp.gate, own.gate_proj, own.up_proj, gate)]
+    alike = type(own.act_fn) is type(mlp.experts.act_fn)
+    joined = _join(weights) if alike and len({each.dtype for each in weights}) == 1 else None
+    return Shared(compute, joined, own.down_proj.weight.data)
+
+
+def _read_linear(own: Any) -> LinearAttention:
+    """Qwen3-Next packs the parts of a head of keys together."""
+    keys, group = own.head_k_dim, own.num_v_heads // own.num_k_heads
+    values, total = group * own.head_v_dim, own.key_dim
+    if hasattr(own, "in_proj_qkvz"):
+        weights = [own.in_proj_qkvz.weight, own.in_proj_ba.weight]
+        step, after = 2 * (keys + values), 2 * (own.key_dim + own.value_dim)
+        firsts = 0, keys, 2 * keys, 2 * keys + values
+        wide = [Place(first, step) for first in firsts]
+        places = *wide, Place(after, 2 * group), Place(after + group, 2 * group)
+    else:
+        names = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+        weights = [getattr(own, name).weight for name in names]
+        after = 2 * (total + own.value_dim)
+        places = (
+            Place(0, keys), Place(total, keys), Place(2 * total, values),
+            Place(2 * total + own.value_dim, values), Place(after, group),
+            Place(after + own.num_v_heads, group),
+        )  # fmt: skip
+    heads = own.num_k_heads, own.num_v_heads, keys, own.head_v_dim
+    return LinearAttention(
+        own, _join(weights), own.conv1d.weight.data[:, 0], (own.A_log.data, own.dt_bias.data),
+        _norm(own.norm), own.out_proj.weight.data, DeltaShape(*heads, *places),
+    )  # fmt: skip
+
+
 def _read_attention(config: Any, attention: Any) -> Attention:
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     weight, bias = join(projections)
-    width = attention.head_dim
+    width, gated = attention.head_dim, config.model_type in _HYBRID
     norms = None
     if hasattr(attention, "q_norm"):
-        norms = _norm(attention.q_norm), _norm(attention.k_norm)
+        shift = _shift(config)
+        norms = _norm(attention.q_norm, shift), _norm(attention.k_norm, shift)
     by_head = norms is not None and norms[0].weight.numel() == width
     return Attention(
         weight,
         bias,
         attention.o_proj.weight.data,
         data_of(attention.o_proj.bias),
-        projections[0].out_features // width,
+        projections[0].out_features // width // (2 if gated else 1),
         projections[1].out_features // width,
         width,
         attention.scaling,
@@ -238,6 +339,7 @@ def _read_attention(config: Any, attention: Any) -> Attention:
         getattr(config, "clip_qkv", None),
         _window(config, attention),
         data_of(getattr(attention, "sinks", None)),
+        gated,
     )
 
 
@@ -249,9 +351,9 @@ def _window(config: Any, attention: Any) -> int | None:
     return window
 
 
-def _norm(module: Any) -> Norm:
+def _norm(module: Any, shift: float = 0.0) -> Norm:
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return Norm(module.weight.data, eps)
+    return Norm(module.weight.data, eps, shift=shift)
 
 
 def data_of(parameter: Tensor | None) -> Tensor | None:
@@ -277,7 +379,7 @@ def _join(parameters: list[Tensor]) -> Tensor:
 def _read_gpt(model: GPTMoE) -> Decoder | None:
     config = model.config
     width = config.d_model // config.n_heads
-    if has_quirks(model, _PLAIN, _FILES):
+    if has_quirks(model.modules(), _PLAIN, _FILES):
         return None
     layers = []
     for block in model.blocks:
