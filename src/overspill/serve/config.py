@@ -24,7 +24,7 @@ class ModelSection:
     """Model and memory"""
 
     adapter: str | None = None
-    """LoRA adapter to add to the weights of MODEL: a folder that peft has written, a repository of
+    """LoRA adapter to serve with MODEL: a folder that peft has written, a repository of
     the hub, or the folder of a run of overspill finetune --lora."""
     gpu_memory: SizeText | None = None
     """GPU memory to use, such as 8GiB; default: all that is free."""

@@ -64,19 +64,20 @@ class LLM:
     `model` is the folder of a Hugging Face checkpoint, a GGUF file, a repository of the hub, the
     folder of a run of `overspill train` or `finetune`, or a model from `overspill.load` or
     `overspill.offload`.
-    `adapter` is a LoRA adapter to add to its weights, in a folder that peft or
-    `overspill finetune --lora` has written; as `model` it is served with the base model that it
-    names. `context` is the most tokens of a prompt and its answer; `max_batch` the most requests
-    that run at once. `slots` are the GPU slots for copies of experts that are in host memory;
-    without, as many as fit into `gpu_memory`. `mode` says which experts of a later layer are named
-    ahead, and `migrate` what is done with them: the CPU loads and computes them ("cpu"), they are
-    copied to the GPU ("copy"), or what is usual for the mode and faster on this machine ("auto").
-    `cache_policy` says which expert leaves a GPU slot: the one that was used least of late ("lfu"),
-    or not for the longest time ("lru"). `predictor` says what names experts in mode "lookahead":
-    copies of the "gates" of the next layer (the default), or one that is "learned" from prompts and
-    answers, and saved when the LLM is closed. `prefill_chunk` is the most tokens of prompts that a
-    batch computes; without, batches are as large as is fast and fits into memory. The other
-    arguments are those of `overspill.load`.
+    `adapter` is a LoRA adapter, in a folder that peft or `overspill finetune --lora` has written;
+    as `model` it is served with the base model that it names. It is added to the weights of dense
+    layers; its part of experts stays beside their weights, in all memory. `context` is the most
+    tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
+    the GPU slots for copies of experts that are in host memory; without, as many as fit into
+    `gpu_memory`. `mode` says which experts of a later layer are named ahead, and `migrate` what is
+    done with them: the CPU loads and computes them ("cpu"), they are copied to the GPU ("copy"), or
+    what is usual for the mode and faster on this machine ("auto"). `cache_policy` says which expert
+    leaves a GPU slot: the one that was used least of late ("lfu"), or not for the longest time
+    ("lru"). `predictor` says what names experts in mode "lookahead": copies of the "gates" of the
+    next layer (the default), or one that is "learned" from prompts and answers, and saved when the
+    LLM is closed. `prefill_chunk` is the most tokens of prompts that a batch computes; without,
+    batches are as large as is fast and fits into memory. The other arguments are those of
+    `overspill.load`.
 
     Prompts of models with an encoder and a decoder (Switch Transformers, NLLB-MoE) are sources for
     the encoder; `SamplingParams` has languages for them, and what the decoder begins with.

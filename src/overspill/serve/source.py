@@ -82,7 +82,7 @@ class Source:
     owned: bool
     """The model was loaded here."""
     adapter: Path | None = None
-    """Folder of the LoRA adapter in its weights."""
+    """Folder of the LoRA adapter in its weights, or beside those of experts."""
 
     @property
     def has_encoder(self) -> bool:
@@ -155,6 +155,7 @@ def open_source(
         adapter=lora,
         packed=packed,
         quantize=quantize,
+        merged=False,
     )
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
