@@ -111,6 +111,8 @@ class FinetuneSpec(RunSpec):
             quiet=True,
             changes=self.overrides,
             freeze_experts=not self.config.trains_experts,
+            packed=self.config.model.packed,
+            quantize=self.config.model.quantize,
         )
 
     def prepare(self, model: Any) -> nn.Module:
