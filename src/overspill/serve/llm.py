@@ -12,6 +12,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.machine import available_memory
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets, Size
+from overspill.models.huggingface.recurrent import pin_copies
 from overspill.models.pregate import pregate_level
 from overspill.moe.settings import Settings
 from overspill.plan.eviction import CACHE_POLICIES
@@ -185,6 +186,8 @@ class LLM:
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
             decoding = slots, mode, migrate, cache_policy, checkpoints
             runner = PagedRunner(source.model, self.device, *limits, *decoding, predictor=predictor)
+            if fused and checkpoints is not None:
+                pin_copies(source.model, checkpoints.limit)
         else:
             name = type(source.model).__name__
             _log.warning("%s computes one request after another: %s", name, reason)
