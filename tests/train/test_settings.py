@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 import pytest
 
 from overspill.core.errors import ConfigError
-from overspill.train.settings import Config, Count, NotNegative, Share, SizeText
+from overspill.core.options import Count, NotNegative, Share, SizeText
+from overspill.train.settings import Config
 
 
 @dataclass(frozen=True)

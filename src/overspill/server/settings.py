@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import Count, NotNegativeInt, Rule, SizeText
 from overspill.core.sizes import parse_size
 from overspill.serve.config import DecoderSection, ModelSection
-from overspill.train.settings import Config, Count, NotNegativeInt, Rule, SizeText
+from overspill.train.settings import Config
 
 KEY_VARIABLE = "OVERSPILL_API_KEY"
 

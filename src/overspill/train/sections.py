@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overspill.core.errors import ConfigError
-from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share, SizeText
+from overspill.train.settings import Config
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
 from overspill.train.finetune.scores import SCORES
 from overspill.train.sections import (
     BatchSection,
@@ -12,7 +13,6 @@ from overspill.train.sections import (
     RunConfig,
     RunSection,
 )
-from overspill.train.settings import Count, NotNegative, NotNegativeInt, Share
 
 
 @dataclass(frozen=True)

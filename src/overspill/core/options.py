@@ -1,0 +1,170 @@
+"""Options: fields of frozen dataclasses, each declared once.
+
+The string below a field is its help; its type says which values are valid (`Count`, `Share`, a
+`Literal`, or strings with `Choices`). The arguments of the Python interface, the flags of commands
+and the settings of config files are made from these classes. Imports no torch.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+
+from overspill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    Device = str | torch.device
+    DType = str | torch.dtype
+else:  # a flag has a string
+    Device = DType = str
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which numbers are valid, and the words for it."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+class Choices(tuple[str, ...]):
+    """The valid values of a string."""
+
+
+_NOT_NEGATIVE = Rule("0 or more", lambda value: value >= 0)
+SIZE = "size"
+Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
+NotNegativeInt = Annotated[int, _NOT_NEGATIVE]
+NotNegative = Annotated[float, _NOT_NEGATIVE]
+Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
+SizeText = Annotated[str, SIZE]
+"""Bytes, such as 12GiB."""
+Size = Annotated[str | int, SIZE]
+"""The same, or a number."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field, as a flag and a check need it."""
+
+    name: str
+    kind: type[Any]
+    """bool, int, float, str, or tuple for several strings."""
+    optional: bool
+    default: Any
+    help: str
+    check: Rule | str | None = None
+    """A rule for numbers, or `SIZE`."""
+    choices: tuple[str, ...] = ()
+
+    def validate(self, value: Any) -> None:
+        """Raise a ConfigError that names the argument unless `value` is valid."""
+        if self.choices and value not in self.choices:
+            known = ", ".join(map(repr, self.choices))
+            raise ConfigError(f"{self.name}={value!r} must be one of {known}")
+        if isinstance(self.check, Rule):
+            whole = self.kind is not int or (isinstance(value, int) and type(value) is not bool)
+            if not (whole and self.check.holds(value)):
+                words = f"a whole number of {self.check.words}"
+                raise ConfigError(f"{self.name}={value!r} must be {words}")
+
+
+@functools.cache
+def options_of(cls: Any) -> tuple[Option, ...]:
+    """The fields of a dataclass, those of its base classes first."""
+    hints, helps = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    found = []
+    for item in fields(cls):
+        kind, optional, check, choices = _read_type(hints[item.name])
+        help_text = helps[item.name]
+        found.append(Option(item.name, kind, optional, item.default, help_text, check, choices))
+    return tuple(found)
+
+
+def check_options(options: Any, cls: Any) -> None:
+    """Raises a ConfigError unless the values of the fields of `cls` are valid."""
+    for option in options_of(cls):
+        value = getattr(options, option.name)
+        if value is not None or not option.optional:
+            option.validate(value)
+
+
+def values_of(options: Any, cls: Any) -> dict[str, Any]:
+    """The values that `options` has of the fields of one of its base classes."""
+    return {item.name: getattr(options, item.name) for item in fields(cls)}
+
+
+def takes(
+    make: Callable[P, T],
+) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
+    """Lets callers of a function of something and an object with options give the options as
+    arguments; their help becomes a part of its docstring."""
+    return lambda function: _with_options(function, make)
+
+
+def init_takes(
+    make: Callable[P, T],
+) -> Callable[[Callable[[S, Any, T], None]], Callable[Concatenate[S, Any, P], None]]:
+    """`takes` for `__init__`."""
+    return lambda function: _with_options(function, make)
+
+
+def _with_options(function: Callable[..., Any], cls: Any) -> Callable[..., Any]:
+    *first, _ = inspect.signature(function).parameters.values()
+    taken = inspect.signature(cls).parameters.values()
+    signature = inspect.Signature([*first, *taken])
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__qualname__}(): {error}") from None
+        others = [given.pop(each.name) for each in first]
+        return function(*others, cls(**given))
+
+    helps = (f"    {name}: {text}" for name, text in field_docs(cls).items())
+    call.__doc__ = "\n".join((inspect.cleandoc(function.__doc__ or ""), "", "Args:", *helps))
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _read_type(hint: Any) -> tuple[type[Any], bool, Rule | str | None, tuple[str, ...]]:
+    """The plain type of a field, whether it may be None, its check and its choices."""
+    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    if optional:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is Annotated:
+        kind, check = typing.get_args(hint)
+        if isinstance(check, Choices):
+            return str, optional, None, check
+        return str if check == SIZE else kind, optional, check, ()
+    if typing.get_origin(hint) is Literal:
+        return str, optional, None, typing.get_args(hint)
+    return typing.get_origin(hint) or hint, optional, None, ()
+
+
+def field_docs(cls: type[Any]) -> dict[str, str]:
+    """The string below each field of a dataclass, which Python itself discards. A field that a
+    subclass repeats without a string keeps the one of the base class."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, after in zip(body.body, body.body[1:], strict=False):
+            match item, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
+    return docs
