@@ -55,7 +55,7 @@ def random_model(config: Any, name: str, **given: Any) -> Any:
     if name == PLAIN:
         return overspill.from_config(config, dtype=torch.bfloat16, train=False, quiet=True, **given)
     given.setdefault("settings", overspill.Settings())
-    budgets = Budgets(**given)
+    budgets = Budgets(**given, progress=False, quiet=True)
     made, model = random_dense(config, torch.bfloat16, False)
 
     def finish() -> None:
@@ -63,4 +63,4 @@ def random_model(config: Any, name: str, **given: Any) -> Any:
         adapt(model, made.layers)
 
     source = RandomExperts(made.layers[0].shape, name)
-    return move_experts(model, made.layers, budgets, False, True, source, finish)
+    return move_experts(model, made.layers, budgets, source, finish)

@@ -1,8 +1,8 @@
 """Options: fields of frozen dataclasses, each declared once.
 
 The string below a field is its help; its type says which values are valid (`Count`, `Share`, a
-`Literal`, or strings with `Choices`). The arguments of the Python interface, the flags of commands
-and the settings of config files are made from these classes. Imports no torch.
+`Literal`, or `Annotated[str, ("a", "b")]`). The arguments of the Python interface, the flags of
+commands and the settings of config files are made from these classes. Imports no torch.
 """
 
 import ast
@@ -38,9 +38,8 @@ class Rule:
     words: str
     holds: Callable[[float], bool]
 
-
-class Choices(tuple[str, ...]):
-    """The valid values of a string."""
+    def __repr__(self) -> str:
+        return repr(self.words)
 
 
 _NOT_NEGATIVE = Rule("0 or more", lambda value: value >= 0)
@@ -49,10 +48,8 @@ Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 NotNegativeInt = Annotated[int, _NOT_NEGATIVE]
 NotNegative = Annotated[float, _NOT_NEGATIVE]
 Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
-SizeText = Annotated[str, SIZE]
-"""Bytes, such as 12GiB."""
 Size = Annotated[str | int, SIZE]
-"""The same, or a number."""
+"""Bytes: a number, or a text such as 12GiB."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +120,17 @@ def init_takes(
 
 def _with_options(function: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     *first, _ = inspect.signature(function).parameters.values()
-    taken = inspect.signature(cls).parameters.values()
+    taken = [*inspect.signature(cls).parameters.values()]
     signature = inspect.Signature([*first, *taken])
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            given = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{function.__qualname__}(): {error}") from None
+        given = signature.bind(*args, **kwargs).arguments
         others = [given.pop(each.name) for each in first]
         return function(*others, cls(**given))
 
-    helps = (f"    {name}: {text}" for name, text in field_docs(cls).items())
+    docs = field_docs(cls)
+    helps = (f"    {each.name}: {docs.get(each.name, '')}" for each in taken)
     call.__doc__ = "\n".join((inspect.cleandoc(function.__doc__ or ""), "", "Args:", *helps))
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
@@ -148,7 +143,7 @@ def _read_type(hint: Any) -> tuple[type[Any], bool, Rule | str | None, tuple[str
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is Annotated:
         kind, check = typing.get_args(hint)
-        if isinstance(check, Choices):
+        if isinstance(check, tuple):
             return str, optional, None, check
         return str if check == SIZE else kind, optional, check, ()
     if typing.get_origin(hint) is Literal:
@@ -161,10 +156,17 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     subclass repeats without a string keeps the one of the base class."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for item, after in zip(body.body, body.body[1:], strict=False):
-            match item, after:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    docs[name] = " ".join(text.split())
+        docs |= _own_docs(base)
+    return docs
+
+
+@functools.cache
+def _own_docs(cls: Any) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for item, after in zip(body.body, body.body[1:], strict=False):
+        match item, after:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                docs[name] = " ".join(text.split())
     return docs

@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from overspill.core.options import Choices, Count, Device, Size
+from overspill.core.options import Count, Device, Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class HostSlots:
 
 
 @dataclass(frozen=True)
-class MemoryLimits(HostSlots):
+class MemoryLimits:
     """Memory"""
 
     gpu_memory: Size | None = None
@@ -36,7 +36,7 @@ class MemoryLimits(HostSlots):
 class PlacementOptions:
     """Placement of experts"""
 
-    mode: Annotated[str, Choices(("auto", "gpu", "host", "disk"))] = "auto"
+    mode: Annotated[str, ("auto", "gpu", "host", "disk")] = "auto"
     """Where experts are kept: auto (from the budgets), gpu, host or disk."""
     slots: Count | None = None
     """Number of experts that fit on the compute device; overrides its memory."""
@@ -52,11 +52,11 @@ class PlanOptions(PlacementOptions):
     keep_gradients: bool | None = None
     """Whether to plan memory for gradients that are kept for clipping or accumulation; default:
     only if a disk folder is given."""
-    dense_states: str = "auto"
+    dense_states: Annotated[str, ("auto", "gpu", "host")] = "auto"
     """Where the optimizer states of the dense part (attention, embeddings, head) are: "gpu", "host"
     (pinned memory that the GPU reads and writes over PCIe), or "auto" (on the host if the GPU
     budget is small for them)."""
-    dense_weights: str = "auto"
+    dense_weights: Annotated[str, ("auto", "gpu", "host")] = "auto"
     """Where its weights and gradients are: "gpu", "host" (copied to the GPU block by block), or
     "auto" (on the host if the GPU budget does not hold them). On the host, so are the optimizer
     states."""

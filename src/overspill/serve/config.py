@@ -12,6 +12,7 @@ from overspill.models.huggingface.checks import (
     is_adapter,
     read_json_config,
 )
+from overspill.moe.settings import RoutingFix
 from overspill.serve.options import LLMOptions
 from overspill.train.run_folder import is_run
 from overspill.train.settings import Config
@@ -22,13 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelSection(LLMOptions):
+class ModelSection(RoutingFix, LLMOptions):
     """Model and memory"""
 
     dtype: Literal["bf16", "fp32"] | None = None
-    fix_nllb_routing: bool = False
-    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
-    first two experts of a layer."""
 
     def check(self, model: str, needs_text: bool) -> Path | None:
         """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before

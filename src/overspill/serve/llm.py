@@ -79,9 +79,11 @@ class LLM:
         gpu_only = options.mode == "gpu-only"
         budgets = Budgets(
             **values_of(options, MemoryLimits),
+            host_slots=options.host_slots,
             mode="gpu" if gpu_only else "auto",
             slots=None if options.slots is None else max(_LEAST_SLOTS, options.slots),
             settings=options.settings or Settings(),
+            quiet=True,
         )
         check_decoding(options, budgets.compute_device)
         if not isinstance(model, str | os.PathLike):
@@ -370,6 +372,7 @@ class LLM:
 def _check_loaded(options: LLMArguments) -> None:
     """Refuses arguments that a model which is loaded already was loaded with."""
     given = values_of(options, MemoryLimits) | {
+        "host_slots": options.host_slots,
         "mode": options.mode if options.mode == "gpu-only" else None, "dtype": options.dtype,
         "settings": options.settings, "packed": options.packed or None,
         "quantize": options.quantize,

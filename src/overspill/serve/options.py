@@ -4,8 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from overspill.core.options import Choices, Count, DType, NotNegativeInt
-from overspill.plan.limits import MemoryLimits
+from overspill.core.options import Count, DType, NotNegativeInt
+from overspill.plan.limits import HostSlots, MemoryLimits
 
 if TYPE_CHECKING:
     from overspill.moe.settings import Settings
@@ -17,20 +17,20 @@ class DecodingOptions:
 
     mode: Annotated[
         str,
-        Choices(("auto", "gpu-only", "on-demand", "prefetch-all", "lookahead", "pre-gated")),
+        ("auto", "gpu-only", "on-demand", "prefetch-all", "lookahead", "pre-gated"),
     ] = "auto"
     """auto: the CPU computes experts that are not on the GPU; gpu-only: all are there; the others
     copy what is missing: when it is needed, all of the next layer, what its router would choose
     now, or what pre-gates have chosen."""
-    migrate: Annotated[str, Choices(("auto", "cpu", "copy"))] = "auto"
+    migrate: Annotated[str, ("auto", "cpu", "copy")] = "auto"
     """Treatment of experts that the mode names ahead: cpu: the CPU loads and computes them;
     copy: they are copied to the GPU; auto: usual for the mode, by the rates of overspill probe."""
-    predictor: Annotated[str, Choices(("gates", "learned"))] | None = None
+    predictor: Annotated[str, ("gates", "learned")] | None = None
     """What names experts of the next layer in mode lookahead: copies of its gates, the default,
     or a predictor that learns from prompts and answers, and is saved at the end."""
     slots: NotNegativeInt | None = None
     """GPU slots for copies of experts, 0 for none; default: as many as fit into GPU memory."""
-    cache_policy: Annotated[str, Choices(("lfu", "lru"))] = "lfu"
+    cache_policy: Annotated[str, ("lfu", "lru")] = "lfu"
     """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
     longest time (lru)."""
 
@@ -40,7 +40,7 @@ class DecodingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LLMOptions(DecodingOptions, MemoryLimits):
+class LLMOptions(DecodingOptions, HostSlots, MemoryLimits):
     """Model and memory"""
 
     dtype: DType | None = None
@@ -50,7 +50,7 @@ class LLMOptions(DecodingOptions, MemoryLimits):
     the hub, or the folder of a run of overspill finetune --lora."""
     packed: bool = False
     """Keep the experts of a quantized checkpoint packed in memory."""
-    quantize: Annotated[str, Choices(("mxfp4", "int4", "fp8"))] | None = None
+    quantize: Annotated[str, ("mxfp4", "int4", "fp8")] | None = None
     """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; see also
     overspill export --quantize."""
     context: Count = 4096

@@ -146,7 +146,7 @@ def open_source(model: Any, budgets: Budgets, options: LLMOptions, block_size: i
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
     loaded = load_within(
-        folder, budgets, dtype, False, True, True, {}, adapter=lora, packed=options.packed,
+        folder, budgets, dtype, train=False, adapter=lora, packed=options.packed,
         quantize=options.quantize,
     )  # fmt: skip
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))

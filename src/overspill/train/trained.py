@@ -140,6 +140,6 @@ def load_trained(trained: Trained, budgets: Budgets) -> Any:
         dtype=trained.dtype,
     )
     model.requires_grad_(False).eval()
-    offload_within(model, budgets, quiet=True)
+    offload_within(model, budgets)
     read_model(trained.path / "model.safetensors", model, model.overspill)
     return model

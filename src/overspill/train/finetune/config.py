@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from overspill.core.errors import ConfigError
 from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
+from overspill.moe.settings import RoutingFix
 from overspill.train.finetune.scores import SCORES
 from overspill.train.sections import (
     BatchSection,
@@ -16,7 +17,7 @@ from overspill.train.sections import (
 
 
 @dataclass(frozen=True)
-class FinetuneModelSection:
+class TrainedParameters:
     """The model and the parameters to train"""
 
     checkpoint: str = ""
@@ -43,9 +44,11 @@ class FinetuneModelSection:
     """Recompute the activations of a layer in backward instead of keeping them."""
     balance: bool = False
     """Add the load-balancing loss of the model."""
-    fix_nllb_routing: bool = False
-    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
-    first two experts of a layer."""
+
+
+@dataclass(frozen=True)
+class FinetuneModelSection(RoutingFix, TrainedParameters):
+    """The model and the parameters to train"""
 
 
 @dataclass(frozen=True)
