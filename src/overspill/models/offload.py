@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("overspill")
 
 
-def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
+@takes(Budgets)
+def offload(model: nn.Module, budgets: Budgets) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
     The model is changed in place and returned; `model.overspill` is its engine. If this fails or is
@@ -48,6 +49,11 @@ def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
     Hugging Face transformers, or any model with `MoELayer`s. Arguments after `disk` are given by
     name.
     """
+    return offload_within(model, budgets)
+
+
+def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
+    """`offload` with all arguments in one object."""
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
         from overspill.models.huggingface.dictionaries import cast_routers
@@ -65,9 +71,6 @@ def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
     return move_experts(model, [*layers.values()], budgets)
-
-
-offload = takes(Budgets)(offload_within)
 
 
 def _layer_types() -> tuple[Any, ...]:
