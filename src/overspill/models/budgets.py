@@ -28,8 +28,8 @@ _HOST_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budgets(PlanOptions, HostSlots, MemoryLimits):
-    """Arguments of `overspill.offload` beside the model: budgets, and what overrides them."""
+class OffloadOptions(PlanOptions, HostSlots, MemoryLimits):
+    """Options of `overspill.offload`: budgets, and what overrides them"""
 
     settings: Settings = field(default_factory=Settings)
     """Switches of the engine."""
@@ -53,6 +53,12 @@ class Budgets(PlanOptions, HostSlots, MemoryLimits):
     """Show a progress bar, or a function that is called with (what, done, total)."""
     quiet: bool = False
     """Do not print where the experts are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets(OffloadOptions):
+    """Options of a model, and what else needs memory."""
+
     host_reserved: int = 0
     """Bytes of host memory that something else of each rank needs."""
     device_reserved: int = 0

@@ -15,7 +15,7 @@ from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.lifetime import outside_engine_threads
 from overspill.core.options import takes
 from overspill.hardware.profile import ExpertCosts
-from overspill.models.budgets import Budgets
+from overspill.models.budgets import Budgets, OffloadOptions
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.fill import ExpertSource, fill_experts
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("overspill")
 
 
-@takes(Budgets)
-def offload(model: nn.Module, budgets: Budgets) -> nn.Module:
+@takes(OffloadOptions)
+def offload(model: nn.Module, options: OffloadOptions) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
     The model is changed in place and returned; `model.overspill` is its engine. If this fails or is
@@ -49,7 +49,7 @@ def offload(model: nn.Module, budgets: Budgets) -> nn.Module:
     Hugging Face transformers, or any model with `MoELayer`s. Arguments after `disk` are given by
     name.
     """
-    return offload_within(model, budgets)
+    return offload_within(model, Budgets(**vars(options)))
 
 
 def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.options import Size
-from overspill.models.budgets import Budgets
+from overspill.models.budgets import Budgets, OffloadOptions
 from overspill.models.checkpoint_presets import preset_config
 from overspill.models.fill import ExpertSource
 from overspill.models.huggingface.adapt import adapt
@@ -65,7 +65,7 @@ def load(
     those of `overspill.offload`; others (`dropout_rate=0`, ...) replace fields of the checkpoint's
     config, as in `from_pretrained`.
     """
-    known = {item.name for item in fields(Budgets)}
+    known = {item.name for item in fields(OffloadOptions)}
     given = {name: more.pop(name) for name in known & more.keys()}
     budgets = Budgets(gpu_memory, host_memory, disk, **given)
     return load_within(
