@@ -49,8 +49,8 @@ class Switches:
     placement: Annotated[str, ("auto", "static", "dynamic")] = "auto"
     """With several ranks, which one computes an expert: its owner (static), or any, by the routing
     of each batch (dynamic), which needs all experts in host memory; auto: static if experts may
-    live on GPUs, as they may by default; with mode host, dynamic for batches in which measured
-    costs say that it is faster."""
+    live on GPUs, as they may by default; with --mode host (mode="host"), dynamic for batches in
+    which measured costs say that it is faster."""
     threads: Count | None = None
     """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four (they
     drive GPU and disk), at least three quarters. For experts that are missing in a decoding step:

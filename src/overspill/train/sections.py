@@ -79,6 +79,9 @@ class RunSection:
     """Folder of the run."""
     resume: bool = False
     """Continue from the newest checkpoint in --out."""
+    max_restarts: NotNegativeInt = 0
+    """With --gpus and --out: how often all ranks start again from the newest checkpoint after one
+    has failed."""
     eval_every: NotNegativeInt = 100
     """Steps between evaluations."""
     save_every: NotNegativeInt = 100
