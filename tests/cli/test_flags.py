@@ -9,8 +9,9 @@ from overspill.train.settings import Setting
 
 def _setting(name: str, kind: type[Any], default: Any) -> Setting:
     return Setting(
-        name, kind, default is None, default, f"The {name}.", section="kitchen", title="The kitchen"
-    )
+        name, default, kind, default is None,
+        help=f"The {name}.", section="kitchen", title="The kitchen",
+    )  # fmt: skip
 
 
 SETTINGS = [

@@ -57,45 +57,37 @@ class Option:
     """One field, as a flag and a check need it."""
 
     name: str
+    default: Any
     kind: type[Any]
     """bool, int, float, str, or tuple for several strings."""
     optional: bool
-    default: Any
-    help: str
     check: Rule | str | None = None
     """A rule for numbers, or `SIZE`."""
     choices: tuple[str, ...] = ()
-
-    def validate(self, value: Any) -> None:
-        """Raise a ConfigError that names the argument unless `value` is valid."""
-        if self.choices and value not in self.choices:
-            known = ", ".join(map(repr, self.choices))
-            raise ConfigError(f"{self.name}={value!r} must be one of {known}")
-        if isinstance(self.check, Rule):
-            whole = self.kind is not int or (isinstance(value, int) and type(value) is not bool)
-            if not (whole and self.check.holds(value)):
-                words = f"a whole number of {self.check.words}"
-                raise ConfigError(f"{self.name}={value!r} must be {words}")
 
 
 @functools.cache
 def options_of(cls: Any) -> tuple[Option, ...]:
     """The fields of a dataclass, those of its base classes first."""
-    hints, helps = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
-    found = []
-    for item in fields(cls):
-        kind, optional, check, choices = _read_type(hints[item.name])
-        help_text = helps[item.name]
-        found.append(Option(item.name, kind, optional, item.default, help_text, check, choices))
-    return tuple(found)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(
+        Option(item.name, item.default, *_read_type(hints[item.name])) for item in fields(cls)
+    )
 
 
 def check_options(options: Any, cls: Any) -> None:
     """Raises a ConfigError unless the values of the fields of `cls` are valid."""
     for option in options_of(cls):
-        value = getattr(options, option.name)
-        if value is not None or not option.optional:
-            option.validate(value)
+        value, words = getattr(options, option.name), None
+        if value is None and option.optional:
+            continue
+        if option.choices and value not in option.choices:
+            words = f"one of {', '.join(map(repr, option.choices))}"
+        rule = option.check if option.kind is int else None
+        if isinstance(rule, Rule) and (type(value) is not int or not rule.holds(value)):
+            words = f"a whole number of {rule.words}"
+        if words is not None:
+            raise ConfigError(f"{option.name}={value!r} must be {words}")
 
 
 def values_of(options: Any, cls: Any) -> dict[str, Any]:

@@ -136,15 +136,7 @@ class ServeConfig(Config):
     def params(self) -> "SamplingParams":
         from overspill.serve.params import SamplingParams
 
-        section = self.sampling
-        return SamplingParams(
-            section.max_tokens,
-            section.temperature,
-            section.top_p,
-            section.top_k,
-            section.seed,
-            section.stop,
-        )
+        return SamplingParams(**vars(self.sampling))
 
 
 @dataclass(frozen=True)

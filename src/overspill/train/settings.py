@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from overspill.core.errors import ConfigError
 from overspill.core.json_text import parse_json
-from overspill.core.options import SIZE, Option, Rule, options_of
+from overspill.core.options import SIZE, Option, Rule, field_docs, options_of
 from overspill.core.sizes import parse_size
 
 _REMOVED = frozenset({"lookahead", "pin", "resident_share"})
@@ -30,6 +30,7 @@ _REMOVED = frozenset({"lookahead", "pin", "resident_share"})
 class Setting(Option):
     """One field of the tree, as a flag needs it."""
 
+    help: str
     section: str
     title: str
     """The docstring of the section: the heading of its flags."""
@@ -155,9 +156,9 @@ def _settings_of(config: type[Any]) -> tuple[Setting, ...]:
     found = []
     for section in dataclasses.fields(config):
         kind = typing.get_type_hints(config)[section.name]
-        title = (kind.__doc__ or "").strip()
+        title, helps = (kind.__doc__ or "").strip(), field_docs(kind)
         found += [
-            Setting(**vars(option), section=section.name, title=title)
+            Setting(**vars(option), help=helps[option.name], section=section.name, title=title)
             for option in options_of(kind)
         ]
     return tuple(found)
