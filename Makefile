@@ -53,6 +53,7 @@ tables: $(DEV)  ## write the tables and pictures of the docs from bench/results 
 	$(BIN)/python bench/tables.py --write README.md docs/benchmarks.md docs/finetuning.md docs/pre-gates.md docs/multi-gpu.md docs/moe-layer.md docs/stages.md docs/quantized.md
 	$(BIN)/python -m tests.docs.test_families --write
 	$(BIN)/python bench/pregate_plot.py
+	$(BIN)/python bench/quantized_memory.py --plot-only
 	$(BIN)/python bench/mpipe.py draw
 	$(BIN)/python bench/tiers_picture.py
 

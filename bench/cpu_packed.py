@@ -122,15 +122,16 @@ class Records:
 class Requests:
     """Computes with a runner, as the engine does: the request precedes its token rows."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, calls: int = CALLS) -> None:
         self.threads = threads
+        self._calls = calls
         self._runner = Runner()
         self._flags = torch.zeros(32, dtype=torch.int32)  # two flags, in separate cache lines
         self._number = 0
 
     def seconds(self, records: Records, tokens: int) -> float:
         """The median time of some requests, each from the moment when its rows are ready."""
-        return statistics.median(self._once(records, tokens) for _ in range(CALLS))
+        return statistics.median(self._once(records, tokens) for _ in range(self._calls))
 
     def _once(self, records: Records, tokens: int) -> float:
         x = torch.randn(EXPERTS * tokens, SHAPE.d_model).to(torch.bfloat16)
@@ -203,11 +204,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     threads, repeats = arguments.threads, 1 if arguments.smoke else arguments.repeats
-    size = int((0.25 if arguments.smoke else arguments.gb) * 1e9)
+    size = int((0.1 if arguments.smoke else arguments.gb) * 1e9)
     slab = HostSlab("experts", 1, round_up(size, ALIGN), torch.cuda.is_available())
     memory = slab[0]
     memory.zero_()
-    requests = Requests(threads)
+    requests = Requests(threads, 2 if arguments.smoke else CALLS)
     # Before and after, and the best counts: other processes can only lower it.
     bandwidths = [read_bandwidth(memory, threads)]
     found = list(measure(memory, requests, repeats))

@@ -2,13 +2,16 @@
 of training beside it, and of decoding with it.
 
 PYTHONPATH=src python3 bench/lookahead.py --routing gptoss20b_decode_experts_only.npz --disk FOLDER
+PYTHONPATH=src python3 bench/lookahead.py --parts trained
+PYTHONPATH=src python3 bench/lookahead.py --parts cached --shares 0.74,0.82 --routing FILE
 PYTHONPATH=src python3 bench/lookahead.py --smoke              # tiny, on the CPU, no record
 
 Two models are trained here on Python's sources, with 16 and 64 experts, while the predictor learns.
 Then the accuracies on text held out, and the speed of decoding with a quarter of the experts
 cached. W2 has random weights and replays the routing of gpt-oss, which no predictor can know from
 its hidden states: so many of the experts that it names are right as were of the model with 64
-experts. Everything else of the predictor runs as usual.
+experts, or as `--shares` says (copied gates, learned). Everything else of the predictor runs as
+usual. Parts that run alone have a record of their own.
 """
 
 import argparse
@@ -37,13 +40,13 @@ from overspill.serve.decode import step
 from overspill.simulate import routed_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODELS = (16, 64)
 MODES: dict[str, dict[str, Any]] = {
     "auto": {"mode": "auto"},
     "copied gates": {"mode": "lookahead", "predictor": "gates"},
     "copied gates, by the CPU": {"mode": "lookahead", "predictor": "gates", "migrate": "cpu"},
     "learned": {"mode": "lookahead", "predictor": "learned"},
 }
+PARTS = "trained", "cached", "disk"
 ON_DISK = ("auto", "copied gates", "learned")
 """There the CPU computes in every mode."""
 _OFF = overspill.Settings(residency=False, follow_usage=False)
@@ -74,6 +77,7 @@ class Judged(NamedTuple):
 
     gates: dict[int, Accuracy]
     learned: dict[int, Accuracy]
+    served: "dict[str, Served]"
 
 
 def config(n_experts: int, args: argparse.Namespace) -> GPTConfig:
@@ -178,10 +182,10 @@ def run_trained(n_experts: int, args: argparse.Namespace, table: list[dict[str, 
     predictor_file(served).unlink(missing_ok=True)
     slots = engine.n_layers * n_experts // 4
     work = f"{n_experts} experts, trained here, a quarter cached"
-    for name, found in serve(served, MODES, slots, args).items():
-        table.append(row(work, name, found))
+    answers = serve(served, MODES, slots, args)
+    table += [row(work, name, found) for name, found in answers.items()]
     engine.close()
-    return Judged(gates, learned)
+    return Judged(gates, learned, answers)
 
 
 def run_training(
@@ -313,18 +317,21 @@ def small_w2() -> Any:
     return found
 
 
-def run_w2(judged: Judged, args: argparse.Namespace, table: list[dict[str, Any]]) -> dict[str, Any]:
-    """A quarter of the experts cached; then with 4 GiB of host memory, and the rest on disk."""
-    shares = {name: judged.gates[1].tokens for name in MODES if "gates" in name}
-    shares["learned"] = judged.learned[1].tokens
+def run_w2(
+    right: tuple[float, float], args: argparse.Namespace, table: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A quarter of the experts cached; then with 4 GiB of host memory, and the rest on disk.
+    `right` are the shares of experts that copied gates and the predictor name rightly."""
+    shares = {name: right[0] for name in MODES if "gates" in name}
+    shares["learned"] = right[1]
     dtype = torch.float32 if args.smoke else torch.bfloat16
     w2_config = small_w2() if args.smoke else w2()
     given: dict[str, Any] = {"train": False, "quiet": True, "settings": _OFF, "dtype": dtype}
     found: dict[str, dict[str, Served]] = {}
-    works: dict[str, tuple[dict[str, Any], Any, int | None]] = {
-        "W2, a quarter cached, routing of gpt-oss": ({}, MODES, args.tokens)
-    }
-    if args.disk is not None:
+    works: dict[str, tuple[dict[str, Any], Any, int | None]] = {}
+    if "cached" in args.parts:
+        works["W2, a quarter cached, routing of gpt-oss"] = {}, MODES, args.tokens
+    if "disk" in args.parts and args.disk is not None:
         budgets = {"gpu_memory": "8GiB", "host_memory": "4GiB", "disk": args.disk}
         if args.smoke:
             budgets = {"mode": "disk", "slots": 4, "host_slots": 16, "disk": args.disk}
@@ -353,13 +360,16 @@ def save(
     judged: dict[int, Judged],
     served: dict[str, dict[str, Served]],
     table: list[dict[str, Any]],
-    out: Path | None,
+    args: argparse.Namespace,
 ) -> None:
+    named = {"on_disk" if "disk" in work else "cached": found for work, found in served.items()}
+    named |= {f"{n_experts}_experts": each.served for n_experts, each in judged.items()}
     metrics: dict[str, Metric] = {}
-    for work, found in served.items():
+    for name, found in named.items():
         auto = statistics.median(found["auto"].speeds)
-        name = "on_disk" if "disk" in work else "cached"
         metrics[f"over_auto_{name}"] = metric([s / auto for s in found["learned"].speeds], "times")
+    least = min(metrics.values(), key=lambda found: found.median)
+    metrics = {"least_over_auto": least, **metrics}
     for n_experts, each in judged.items():
         for distance, accuracy in each.learned.items():
             name = f"token_accuracy_{distance}_of_{n_experts}_experts"
@@ -371,11 +381,15 @@ def save(
         "row": "Experts of later layers named by copied gates and by a predictor that learns; one "
         "request where tokens are generated"
     }
-    write_record("lookahead", details, metrics, None, out, table)
+    name = "lookahead" if len(args.parts) == len(PARTS) else "-".join(["lookahead", *args.parts])
+    write_record(name, details, metrics, None, args.out, table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--models", default="16,64", help="numbers of experts that are trained")
+    parser.add_argument("--shares", help="rightly named: by copied gates, by the predictor")
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss, for W2")
     parser.add_argument("--disk", type=Path, help="folder for experts of W2")
     parser.add_argument("--steps", type=int, default=200, help="of training")
@@ -387,21 +401,33 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, no record")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
+    args.parts = args.parts.split(",")
+    models = [int(number) for number in args.models.split(",")]
     if args.smoke:
+        models = models[:1]
         args.steps, args.host_steps, args.batch, args.tokens, args.rounds = 3, 3, 4, 4, 1
         args.tokens_on_disk = 3
-    elif DEVICE == "cpu" or args.routing is None:
-        raise SystemExit("this needs a GPU and --routing; --smoke runs tiny sizes on the CPU")
+    elif DEVICE == "cpu":
+        raise SystemExit("this needs a GPU; --smoke runs tiny sizes on the CPU")
+    elif args.routing is None and args.parts != ["trained"]:
+        raise SystemExit("W2 needs --routing; --parts trained does without")
+    elif args.shares is None and "trained" not in args.parts:
+        raise SystemExit("without the part trained, --shares says how many experts are named right")
     table: list[dict[str, Any]] = []
     began = time.perf_counter()
-    models = MODELS[:1] if args.smoke else MODELS
-    judged = {n_experts: run_trained(n_experts, args, table) for n_experts in models}
-    served = run_w2(judged[models[-1]], args, table)
+    judged: dict[int, Judged] = {}
+    if "trained" in args.parts:
+        judged = {n_experts: run_trained(n_experts, args, table) for n_experts in models}
+    if args.shares is not None:
+        gates, learned = (float(share) for share in args.shares.split(","))
+    else:
+        gates, learned = (each[1].tokens for each in judged[models[-1]][:2])
+    served = run_w2((gates, learned), args, table)
     for line in table:
         print(" | ".join(str(value) for value in line.values() if value is not None))
     print(f"{time.perf_counter() - began:.0f} s")
     if not args.smoke:
-        save(judged, served, table, args.out)
+        save(judged, served, table, args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
 """Microseconds that the experts of a layer of W2 take in a decoding step, packed and in bf16.
 
-PYTHONPATH=src python3 bench/packed_kernels.py bf16 mxfp4 int4 fp8 [--tiles]
+PYTHONPATH=src python3 bench/packed_kernels.py bf16 mxfp4 int4 fp8 [--tiles] [--out FILE]
 """
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from packed_models import PLAIN, RandomExperts
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from overspill.compute.activation import Form
 from overspill.compute.decode import constants
@@ -20,13 +24,23 @@ from overspill.core.experts import ExpertId, ExpertShape
 SHAPE = ExpertShape(2048, 768, gated=True)
 N_EXPERTS, TOP_K, LAYERS = 128, 8, 12
 SINGLE = [Tile(*each) for each in (
-    (16, 64, 4), (8, 64, 4), (4, 64, 4), (32, 64, 4), (16, 32, 2), (8, 128, 8), (16, 128, 8),
-    (4, 128, 4), (4, 256, 4), (8, 256, 8),
+    (4, 256, 2), (2, 256, 2), (8, 256, 2), (4, 128, 1), (2, 128, 1), (4, 512, 4),
 )]  # fmt: skip
-SEVERAL = [Tile(*each) for each in (
-    (64, 32, 4), (64, 16, 4), (32, 32, 4), (128, 32, 8), (64, 64, 4), (128, 16, 8), (64, 32, 8),
-    (32, 16, 4),
-)]  # fmt: skip
+SEVERAL = [Tile(*each) for each in ((64, 32, 4), (64, 16, 4), (32, 32, 4), (128, 32, 8))]
+TRIED = (
+    (1, ("PACKED_IN_TILE", "PACKED_OUT_TILE"), SINGLE),
+    (64, ("PACKED_GROUP_TILE",), SEVERAL),
+)
+
+
+class Row(NamedTuple):
+    """Microseconds of a layer, or of one of its kernels."""
+
+    name: str
+    tokens: int
+    what: str
+    us: float
+    rate: float = 0.0
 
 
 class Layers:
@@ -57,6 +71,12 @@ class Layers:
 
     def microseconds(self, batch: int) -> tuple[float, float]:
         """Of a layer; and bytes a second that it reads of its experts."""
+        step, read = self.prepare(batch)
+        seconds = time_graph(step) / LAYERS
+        return 1e6 * seconds, read / seconds
+
+    def prepare(self, batch: int) -> tuple[Callable[[], object], float]:
+        """A step, and the bytes of experts that a layer of it reads."""
         torch.manual_seed(batch)
         ids = torch.rand(LAYERS, batch, N_EXPERTS).topk(TOP_K).indices
         read = sum(len(set(layer.flatten().tolist())) for layer in ids) / LAYERS * self.nbytes
@@ -65,8 +85,22 @@ class Layers:
         offsets = (first + ids * self.records.stride(0)).cuda()
         x = torch.randn(batch, SHAPE.d_model, dtype=torch.bfloat16, device="cuda")
         weights = torch.rand(batch, TOP_K, device="cuda")
-        seconds = time_graph(lambda: self.step(x, weights, offsets)) / LAYERS
-        return 1e6 * seconds, read / seconds
+        return lambda: self.step(x, weights, offsets), read
+
+    def by_kernel(self, batch: int) -> dict[str, float]:
+        """Microseconds of each kernel of a layer, which begin when the one before has ended."""
+        step, _ = self.prepare(batch)
+        step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(5):
+                step()
+            torch.cuda.synchronize()
+        return {
+            event.key: event.self_device_time_total / event.count
+            for event in profiled.key_averages()
+            if event.key.endswith("_kernel")
+        }
 
 
 def time_graph(step: Callable[[], object]) -> float:
@@ -91,41 +125,50 @@ def time_graph(step: Callable[[], object]) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def try_tiles(layers: Layers, name: str) -> None:
-    """The fastest tiles of each kernel, others as they are."""
-    for batch, names, tiles in (
-        (1, ("PACKED_IN_TILE", "PACKED_OUT_TILE"), SINGLE), (64, ("PACKED_GROUP_TILE",), SEVERAL),
-    ):  # fmt: skip
+def try_tiles(layers: Layers, name: str) -> list[Row]:
+    """Each kernel with other tiles, others as they are."""
+    rows = []
+    for batch, names, tiles in TRIED:
         for which in names:
-            before, found = getattr(constants, which), []
+            before = getattr(constants, which)
             for tile in tiles:
                 setattr(constants, which, tile)
+                how = f"{which} {tuple(tile)}"
                 try:
-                    found.append((layers.microseconds(batch)[0], tile))
+                    rows.append(Row(name, batch, how, *layers.microseconds(batch)))
                 except Exception as error:  # too much shared memory
-                    print(name, which, tuple(tile), type(error).__name__, flush=True)
+                    print(name, how, type(error).__name__, flush=True)
             setattr(constants, which, before)
-            found.sort()
-            best = ", ".join(f"{tuple(tile)} {time:.1f}" for time, tile in found)
-            print(f"{name} {which} with {batch} tokens, us: {best}", flush=True)
+    return rows
+
+
+def measure(name: str, tiles: bool) -> list[Row]:
+    layers = Layers(name)
+    rows = []
+    for batch in (1, 4, 16, 64):
+        rows.append(Row(name, batch, "", *layers.microseconds(batch)))
+        for kernel, time in layers.by_kernel(batch).items():
+            rows.append(Row(name, batch, kernel, time))
+    if tiles and name != PLAIN:
+        rows += try_tiles(layers, name)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", choices=[PLAIN, "mxfp4", "int4", "fp8"])
     parser.add_argument("--tiles", action="store_true", help="try others than those of the kernels")
+    parser.add_argument("--out", type=Path, help="file to which the rows are written as JSON")
     args = parser.parse_args()
     rows = []
     for name in args.names:
-        layers = Layers(name)
-        if args.tiles and name != PLAIN:
-            try_tiles(layers, name)
-        for batch in (1, 4, 16, 64):
-            time, rate = layers.microseconds(batch)
-            rows.append(f"{name:6} {batch:3} tokens {time:7.1f} us {rate / 1e9:7.0f} GB/s")
-        del layers
+        rows += measure(name, args.tiles)
         torch.cuda.empty_cache()
-    print("\n".join(rows))
+    if args.out is not None:
+        args.out.write_text(json.dumps([row._asdict() for row in rows]))
+    for row in rows:
+        rate = f"{row.rate / 1e9:7.0f} GB/s" if row.rate else ""
+        print(f"{row.name:6} {row.tokens:3} tokens {row.us:7.1f} us {rate:12} {row.what}")
 
 
 if __name__ == "__main__":

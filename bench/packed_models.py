@@ -1,66 +1,166 @@
 """Random packed experts and models, made without a checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import overspill
-from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.quantize import quantize
-from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
+from overspill.compute.record_format import CODES, RecordFormat
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind
 from overspill.models.budgets import Budgets
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.load import random_dense
+from overspill.models.huggingface.packed.quantized import build_format
 from overspill.models.offload import move_experts
+from overspill.simulate import ReplayedRouting
 
 PLAIN = "bf16"
 _SCALES = {torch.uint8: 120, torch.bfloat16: 0.0045, torch.float16: 0.0045, torch.float32: 3.3e-4}
 """By their type; weights are then as large as initial ones."""
+_BLOCK = (1 << 22) - 3
+"""Random values that are repeated, because drawing many gigabytes takes minutes. A prime number: no
+row is repeated in a matrix."""
+_TRACE = 16_384
+"""Tokens of synthesized routing, which then begins again."""
 
 
 class RandomExperts:
-    """Experts with random codes, packed like those of a quantized checkpoint."""
+    """Experts with random codes, packed like those of a quantized checkpoint. Each has the same
+    random bytes, from another place on."""
 
     buffer_bytes = 0
 
     def __init__(self, shape: ExpertShape, name: str) -> None:
         """`name` is one of `QUANTIZATIONS`."""
-        scheme, builder = QUANTIZATIONS[name], FormatBuilder(shape)
-        parts = 2 if shape.gated else 1
-        sizes = [(0, shape.d_hidden, shape.d_model)] * parts
-        for tensor, rows, columns in [*sizes, (1, shape.d_model, shape.d_hidden)]:
-            like = stored_parts(quantize(torch.zeros(rows, columns), scheme))
-            builder.add(tensor, rows, PackedMatrix(scheme, rows, columns), like)
-        self.format: RecordFormat = builder.build()
-        self._finite = 0x77 if scheme.kind is Kind.E4M3 else 0xFF  # no code is NaN
+        gate_apart = shape.gated and not shape.transposed
+        dtypes, names = [torch.bfloat16] * len(shape.sizes), ["experts"] * len(shape.sizes)
+        self.format: RecordFormat = build_format(shape, name, gate_apart, dtypes, names)
+        finite = 0x77 if QUANTIZATIONS[name].kind is Kind.E4M3 else 0xFF  # no code is NaN
+        generator = torch.Generator().manual_seed(0)
+        most = max(piece.stored[CODES].end for piece in self.format.pieces)
+        drawn = torch.empty(_BLOCK // 8 + 1, dtype=torch.int64).random_(generator=generator)
+        drawn = drawn.view(torch.uint8)[:_BLOCK].bitwise_and_(finite)
+        self._bytes = drawn.repeat(-(-(most + _BLOCK) // _BLOCK))
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        generator = torch.Generator().manual_seed(expert.layer << 20 | expert.index)
+        start = _start(expert)
         for piece in self.format.pieces:
             for field, stored in piece.stored.items():
-                if field == CODES:
-                    plane = record[stored.begin : stored.end].view(torch.int64)
-                    plane.random_(generator=generator)
-                    plane.view(torch.uint8).bitwise_and_(self._finite)
+                if piece.matrix is None:  # a bias
+                    stored.of(record).zero_()
+                elif field == CODES:
+                    codes = record[stored.begin : stored.end]
+                    codes.copy_(self._bytes[start : start + len(codes)])
                 else:
                     stored.of(record).fill_(_SCALES[stored.dtype])
+
+
+class RepeatedExperts:
+    """Plain experts of random weights, as large as initial ones. Each has the same, from another
+    place on."""
+
+    buffer_bytes, format = 0, None
+
+    def __init__(self, shape: ExpertShape) -> None:
+        drawn = _normal_block().bfloat16() * 0.02
+        self._values = drawn.repeat(-(-(shape.numel + _BLOCK) // _BLOCK))
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        start = _start(expert)
+        record.copy_(self._values[start : start + len(record)])
 
 
 def random_model(config: Any, name: str, **given: Any) -> Any:
     """A model for inference with random weights; its experts are packed as `name` says. `given` are
     budgets."""
-    if name == PLAIN:
-        return overspill.from_config(config, dtype=torch.bfloat16, train=False, quiet=True, **given)
     given.setdefault("settings", overspill.Settings())
     budgets = Budgets(**given, progress=False, quiet=True)
-    made, model = random_dense(config, torch.bfloat16, False)
+    with repeated_values():
+        made, model = random_dense(config, torch.bfloat16, False)
+    shape = made.layers[0].shape
 
     def finish() -> None:
         made.restore(model)
         adapt(model, made.layers)
 
-    source = RandomExperts(made.layers[0].shape, name)
+    source = RepeatedExperts(shape) if name == PLAIN else RandomExperts(shape, name)
     return move_experts(model, made.layers, budgets, source, finish)
+
+
+def _start(expert: ExpertId) -> int:
+    return 4099 * (1009 * expert.layer + expert.index) % _BLOCK
+
+
+def _normal_block() -> Tensor:
+    return torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0))
+
+
+@contextmanager
+def repeated_values() -> Iterator[None]:
+    """Within it transformers initializes weights in a second instead of half a minute."""
+    from transformers import initialization
+
+    drawn, functions = _normal_block(), initialization.TORCH_INIT_FUNCTIONS
+    plain = functions["normal_"]
+
+    @torch.no_grad()
+    def normal(
+        tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Any = None
+    ) -> Tensor:
+        if tensor.numel() < _BLOCK or not tensor.is_contiguous():
+            return plain(tensor, mean, std, generator)
+        start = int(torch.randint(_BLOCK, ()))
+        block, flat = (drawn.roll(start) * std + mean).to(tensor.dtype), tensor.view(-1)
+        whole = len(flat) // _BLOCK
+        flat[: whole * _BLOCK].view(whole, _BLOCK).copy_(block.expand(whole, -1))
+        flat[whole * _BLOCK :].copy_(block[: len(flat) - whole * _BLOCK])
+        return tensor
+
+    functions["normal_"] = normal
+    try:
+        yield
+    finally:
+        functions["normal_"] = plain
+
+
+WIDE_ROUTING = (
+    "each group of 32 experts follows another part of the recording of gpt-oss-20b (24 layers, 32 "
+    "experts, top-4), as does the second use of a layer; of the four experts recorded there for a "
+    "token, so many are drawn as a group has of a token's experts"
+)
+"""Words for `wide_routing`."""
+
+
+def wide_routing(path: Path, n_layers: int, n_experts: int, top_k: int) -> ReplayedRouting:
+    """Routing of a model with more layers and experts than a recording has. The popularity of
+    experts is that of the recording; with a third of them in an LRU, 0.57 of the uses hit (36
+    layers of 128, top-4), and 0.60 in the recording."""
+    with np.load(path, allow_pickle=False) as file:
+        recorded_TLK = file["experts"]
+    n_tokens, layers, choices = recorded_TLK.shape
+    each = int(recorded_TLK.max()) + 1
+    groups, uses = n_experts // each, -(-n_layers // layers)
+    if n_experts % each or groups == 0 or top_k % groups or top_k // groups > choices:
+        raise SystemExit(
+            f"--routing {path}: {each} experts, {choices} of them for a token, do not make "
+            f"{n_experts} with {top_k} for a token"
+        )
+    rng, length = np.random.default_rng(0), min(_TRACE, n_tokens)
+    found: list[Any] = []
+    for group in range(groups):
+        of_layers = []
+        for layer in range(n_layers):
+            part = group * uses + layer // layers
+            tokens = (np.arange(length) + part * n_tokens // (groups * uses)) % n_tokens
+            of_layers.append(recorded_TLK[tokens, layer % layers])
+        ids_TLK = np.stack(of_layers, 1)
+        order = rng.random(ids_TLK.shape).argsort(-1)[..., : top_k // groups]
+        found.append(np.take_along_axis(ids_TLK, order, -1) + each * group)
+    ids = torch.from_numpy(np.concatenate(found, -1).astype(np.uint8))
+    return ReplayedRouting(ids, n_experts)

@@ -1,15 +1,19 @@
-"""Tokens a second with packed experts: random weights, made without a checkpoint.
+"""Tokens a second with packed experts: random weights, made without a checkpoint. Parts of the same
+model share it, so name them in one call.
 
-PYTHONPATH=src python3 bench/serve_packed.py 30b-24gib w2-gpu w2-none w2-fp8 prefill
+PYTHONPATH=src python3 bench/serve_packed.py w2-gpu w2-none w2-fp8
+PYTHONPATH=src python3 bench/serve_packed.py 30b-24gib prefill
 PYTHONPATH=src python3 bench/serve_packed.py 30b-24gib --plain        # bf16 instead, no record
 PYTHONPATH=src python3 bench/serve_packed.py w2-gpu w2-none --smoke   # tiny, on the CPU
 """
 
 import argparse
+import functools
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packed_models import PLAIN, random_model
@@ -35,7 +39,11 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.smoke = args, args.smoke
         self.rounds, self.tokens = (1, 4) if args.smoke else (args.rounds, args.tokens)
-        self.bandwidth = 1e9 if args.smoke else host_bandwidth()
+
+    @functools.cached_property
+    def bandwidth(self) -> float:
+        """Of host memory."""
+        return 1e9 if self.smoke else host_bandwidth()
 
     def config(self, layers: int) -> Any:
         if not self.smoke:
@@ -50,8 +58,9 @@ class Bench:
     @contextmanager
     def model(self, layers: int, name: str, **given: Any) -> Iterator[Any]:
         """`name` says how experts are packed."""
-        device = "cpu" if self.smoke else "cuda"
+        device, start = "cpu" if self.smoke else "cuda", time.perf_counter()
         made = random_model(self.config(layers), name, device=device, **given)
+        print(f"{name}: made in {time.perf_counter() - start:.0f} s", flush=True)
         try:
             yield made
         finally:
@@ -65,163 +74,186 @@ class Bench:
         return [each.speed for each in found], statistics.median(each.missing for each in found)
 
     def write(
-        self, name: str, row: str, metrics: dict[str, Metric], limit: Limit, llm: Any, **more: Any
+        self,
+        name: str,
+        row: str,
+        metrics: dict[str, Metric],
+        limit: Limit | None,
+        model: Any,
+        **more: Any,
     ) -> None:
         headline = next(iter(metrics))
         config = {
             "row": row, "show": [key for key in metrics if key != headline],
-            "tokens": self.tokens, "placement": llm.model.overspill.describe(), **more,
+            "tokens": self.tokens, "placement": model.overspill.describe(), **more,
         }  # fmt: skip
         write_record(name, config, metrics, limit, self.args.out)
 
 
-def run_30b(bench: Bench) -> None:
+def run_30b(bench: Bench, parts: Sequence[str]) -> None:
     """Qwen3-30B-A3B at full size; its experts fit on the card with 4 bits."""
     name = PLAIN if bench.args.plain else "mxfp4"
     with gpu_memory(GPU), bench.model(48, name, **budget(bench)) as model:
-        engine, metrics = model.overspill, {}
-        most = HBM / step_bytes(model, 1)
-        context = 512
-        with overspill.LLM(model, context=context, max_batch=max(SIZES)) as llm:
-            for size in SIZES:
-                speeds, missing = bench.decode(llm, size)
-                key = "tokens_per_second" if size == 1 else f"of_{size}_requests"
-                metrics[key] = metric(speeds, "tokens/s")
-                metrics[f"share_{size}"] = metric(
-                    [100 * each * step_bytes(model, size) / size / HBM for each in speeds], "%"
-                )
-                print(f"{name}, {size} requests: {speeds}, {missing} missing", flush=True)
-            metrics["on_gpu"] = metric(
-                [sum(engine.homes) / engine.n_layers / engine.n_experts * 100], "%"
+        if "30b-24gib" in parts:
+            run_requests(bench, model, name)
+        if "prefill" in parts:
+            run_prefill(bench, model, name)
+
+
+def run_requests(bench: Bench, model: Any, name: str) -> None:
+    """1, 16 and 64 requests at once."""
+    engine, metrics = model.overspill, {}
+    most = HBM / step_bytes(model, 1)
+    with overspill.LLM(model, context=512, max_batch=max(SIZES)) as llm:
+        for size in SIZES:
+            speeds, missing = bench.decode(llm, size)
+            key = "tokens_per_second" if size == 1 else f"of_{size}_requests"
+            metrics[key] = metric(speeds, "tokens/s")
+            metrics[f"share_{size}"] = metric(
+                [100 * each * step_bytes(model, size) / size / HBM for each in speeds], "%"
             )
-            if not bench.args.plain:
-                limit = Limit(most, "tokens/s", "reading all weights of a token")
-                row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB; 1, 16 and 64 requests"
-                compare = "bf16: 48, 58, 160"
-                bench.write("serve-30b-24gib-4bit", row, metrics, limit, llm, compare=compare)
+            print(f"{name}, {size} requests: {speeds}, {missing} missing", flush=True)
+        at_home = sum(engine.homes) / engine.n_layers / engine.n_experts
+        metrics["on_gpu"] = metric([100 * at_home], "%")
+        if not bench.args.plain:
+            limit = Limit(most, "tokens/s", "reading all weights of a token")
+            row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB; 1, 16 and 64 requests"
+            compare = "bf16: 48, 58, 160"
+            bench.write("serve-30b-24gib-4bit", row, metrics, limit, model, compare=compare)
 
 
-def run_prefill(bench: Bench) -> None:
+def run_prefill(bench: Bench, model: Any, name: str) -> None:
     """A prompt of 8,192 tokens, every expert with the same number of rows."""
-    name = PLAIN if bench.args.plain else "mxfp4"
-    length = 64 if bench.smoke else 8192
-    with gpu_memory(GPU), bench.model(48, name, **budget(bench)) as model:
-        engine, prompts = model.overspill, Prompts()
-        if bench.smoke:
-            prompts = lambda count: list(range(count))  # noqa: E731
-        routing = Even(engine.n_layers, engine.n_experts, model.config.num_experts_per_tok)
-        context = 128 if bench.smoke else 10_000
-        with (
-            overspill.LLM(model, context=context, max_batch=2) as llm,
-            routed_by(model, routing),
-        ):
-            speed(llm, prompts, 64, 1)
-            speed(llm, prompts, length, 2)
-            before = uploads(engine)
-            speeds = speed(llm, prompts, length, bench.rounds)
-            uploaded = (uploads(engine) - before) / bench.rounds
-            print(f"{name}: {speeds} tokens/s, {uploaded / 1e9:.1f} GB uploaded", flush=True)
-            if bench.args.plain:
-                return
-            # codes are read, weights written and read again
-            plain = engine.shape.numel * 2
-            moved = engine.n_layers * engine.n_experts * (engine.layout.weight_bytes + 2 * plain)
-            seconds = operations(model.config, length) / MATRIX + moved / HBM
-            limit = Limit(
-                length / max(seconds, uploaded / PCIE), "tokens/s",
-                "matrix products in bf16, after unpacking every expert once in GPU memory",
-            )  # fmt: skip
-            metrics = {
-                "tokens_per_second": metric(speeds, "tokens/s"),
-                "share": metric([100 * each / limit.value for each in speeds], "%"),
-                "uploaded": metric([uploaded / 1e9], "GB"),
-            }
-            row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB"
-            row += ", a prompt of 8,192 tokens, even routing"
-            bench.write("prefill-30b-4bit", row, metrics, limit, llm)
+    length, engine = 64 if bench.smoke else 8192, model.overspill
+    prompts = (lambda count: list(range(count))) if bench.smoke else Prompts()
+    routing = Even(engine.n_layers, engine.n_experts, model.config.num_experts_per_tok)
+    context = 128 if bench.smoke else 10_000
+    with (
+        overspill.LLM(model, context=context, max_batch=2) as llm,
+        routed_by(model, routing),
+    ):
+        speed(llm, prompts, 64, 1)
+        speed(llm, prompts, length, 2)
+        before = uploads(engine)
+        speeds = speed(llm, prompts, length, bench.rounds)
+        uploaded = (uploads(engine) - before) / bench.rounds
+        print(f"{name}: {speeds} tokens/s, {uploaded / 1e9:.1f} GB uploaded", flush=True)
+        if bench.args.plain:
+            return
+        # codes are read, weights written and read again
+        plain = engine.shape.numel * 2
+        moved = engine.n_layers * engine.n_experts * (engine.layout.weight_bytes + 2 * plain)
+        seconds = operations(model.config, length) / MATRIX + moved / HBM
+        limit = Limit(
+            length / max(seconds, uploaded / PCIE), "tokens/s",
+            "matrix products in bf16, after unpacking every expert once in GPU memory",
+        )  # fmt: skip
+        metrics = {
+            "tokens_per_second": metric(speeds, "tokens/s"),
+            "share": metric([100 * each / limit.value for each in speeds], "%"),
+            "uploaded": metric([uploaded / 1e9], "GB"),
+        }
+        row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB"
+        row += ", a prompt of 8,192 tokens, even routing"
+        bench.write("prefill-30b-4bit", row, metrics, limit, model)
 
 
-def run_w2_gpu(bench: Bench) -> None:
-    """Everything on the GPU, one request."""
-    speeds: dict[str, list[float]] = {}
-    for name in (PLAIN, "mxfp4"):
+class Case(NamedTuple):
+    """Where experts of W2 are, for one request."""
+
+    prefix: str = ""
+    """Of its metrics."""
+    on_gpu: bool = False  # all experts
+    plain_slots: int = 0
+    """Slots have the bytes of so many experts in bf16."""
+
+
+class W2(NamedTuple):
+    """A record: a format, compared with bf16."""
+
+    record: str
+    packing: str
+    cases: tuple[Case, ...]
+    row: str
+
+
+ON_GPU, NONE, CACHED = Case(on_gpu=True), Case(), Case("quarter_", plain_slots=QUARTER)
+W2_PARTS = {
+    "w2-gpu": W2(
+        "serve-w2-gpu-4bit", "mxfp4", (ON_GPU,), "W2, MXFP4, one request, all experts on the GPU"
+    ),
+    "w2-none": W2(
+        "serve-w2-none-4bit", "mxfp4", (NONE,), "W2, MXFP4, one request, no expert on the GPU"
+    ),
+    "w2-fp8": W2(
+        "serve-w2-fp8", "fp8", (NONE, CACHED),
+        "W2, FP8 in blocks, one request, no expert cached, and a quarter of the bytes of bf16",
+    ),
+}  # fmt: skip
+
+
+def run_w2(bench: Bench, parts: Sequence[str]) -> None:
+    """Each format is loaded once, bf16 first."""
+    works = [W2_PARTS[name] for name in parts]
+    plain: dict[Case, list[float]] = {}
+    for name in dict.fromkeys((PLAIN, *(work.packing for work in works))):
+        own = [work for work in works if name in (PLAIN, work.packing)]
         with bench.model(12, name, settings=overspill.Settings(residency=False)) as model:
-            engine = model.overspill
-            engine.set_homes([engine.n_experts] * engine.n_layers)
-            with overspill.LLM(model, context=512, max_batch=1) as llm:
-                speeds[name], _ = bench.decode(llm, 1)
-                if name != PLAIN:
-                    limit = Limit(
-                        HBM / step_bytes(model, 1), "tokens/s", "reading all weights of a token"
-                    )
-                    row = "W2, MXFP4, one request, all experts on the GPU"
-                    bench.write("serve-w2-gpu-4bit", row, compared(speeds, name), limit, llm)
+            if name == PLAIN:
+                for case in dict.fromkeys(case for work in own for case in work.cases):
+                    plain[case] = run_case(bench, model, case, None)[0]
+            else:
+                for work in own:
+                    write_w2(bench, model, work, plain)
 
 
-def run_w2_none(bench: Bench) -> None:
-    """No expert on the GPU, one request."""
-    run_missing(
-        bench,
-        "serve-w2-none-4bit",
-        "mxfp4",
-        [("", 0)],
-        "W2, MXFP4, one request, no expert on the GPU",
-    )
-
-
-def run_w2_fp8(bench: Bench) -> None:
-    """FP8 in blocks; a quarter of the bytes of bf16 in slots, and none."""
-    works = [("", 0), ("quarter_", QUARTER)]
-    row = "W2, FP8 in blocks, one request, no expert cached, and a quarter of the bytes of bf16"
-    run_missing(bench, "serve-w2-fp8", "fp8", works, row)
-
-
-def run_missing(
-    bench: Bench, record: str, packing: str, works: list[tuple[str, int]], row: str
-) -> None:
-    """`works` are prefixes of metrics and the number of slots for experts in bf16."""
+def write_w2(bench: Bench, model: Any, work: W2, plain: dict[Case, list[float]]) -> None:
     metrics: dict[str, Metric] = {}
-    found: dict[str, dict[str, list[float]]] = {prefix: {} for prefix, _ in works}
-    for name in (PLAIN, packing):
-        with bench.model(12, name, settings=overspill.Settings(residency=False)) as model:
-            engine = model.overspill
-            engine.set_homes([0] * engine.n_layers)
-            plain = engine.shape.numel * 2
-            for prefix, in_bf16 in works:
-                slots = (
-                    2 if bench.smoke and in_bf16 else in_bf16 * plain // engine.layout.weight_bytes
-                )
-                with overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm:
-                    if slots:
-                        bench.decode(llm, 1)  # the cache learns
-                    speeds, missing = bench.decode(llm, 1)
-                    found[prefix][name] = speeds
-                    if name == PLAIN:
-                        continue
-                    on_cpu = llm.stats().get("experts_on_cpu", 0) > 0
-                    rate = bench.bandwidth if on_cpu else PCIE
-                    nbytes = max(missing, 1e-9) * engine.layout.weight_bytes
-                    part = compared(found[prefix], name)
-                    part["host_read"] = metric([each * nbytes / 1e9 for each in speeds], "GB/s")
-                    part["missing_experts"] = metric([missing], "of a step")
-                    metrics |= {prefix + key: value for key, value in part.items()}
-                    if not prefix:
-                        seconds = nbytes / rate
-                        source = "host memory" if on_cpu else "host memory over PCIe"
-                        limit = Limit(
-                            1 / seconds, "tokens/s", f"reading missing experts from {source}"
-                        )
-            if name != PLAIN:
-                bench.write(record, row, metrics, limit, llm)
+    limit: Limit | None = None
+    for case in work.cases:
+        _, part, most = run_case(bench, model, case, plain[case])
+        metrics |= {case.prefix + key: value for key, value in part.items()}
+        limit = limit or most  # that of the first case
+    bench.write(work.record, work.row, metrics, limit, model)
 
 
-def compared(speeds: dict[str, list[float]], name: str) -> dict[str, Metric]:
+def run_case(
+    bench: Bench, model: Any, case: Case, plain: list[float] | None
+) -> tuple[list[float], dict[str, Metric], Limit | None]:
+    """Tokens a second; with those of bf16 also what a record has of them."""
+    engine = model.overspill
+    engine.set_homes([engine.n_experts if case.on_gpu else 0] * engine.n_layers)
+    slots = case.plain_slots * engine.shape.numel * 2 // engine.layout.weight_bytes
+    if bench.smoke:
+        slots = min(2, slots)
+    with overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm:
+        if slots:
+            bench.decode(llm, 1)  # the cache learns
+        speeds, missing = bench.decode(llm, 1)
+        on_cpu = llm.stats().get("experts_on_cpu", 0) > 0
+    print(f"  {case}: {speeds} tokens/s", flush=True)
+    if plain is None:
+        return speeds, {}, None
+    part = compared(speeds, plain)
+    if case.on_gpu:
+        most = HBM / step_bytes(model, 1)
+        return speeds, part, Limit(most, "tokens/s", "reading all weights of a token")
+    nbytes = max(missing, 1e-9) * engine.layout.weight_bytes
+    part["host_read"] = metric([each * nbytes / 1e9 for each in speeds], "GB/s")
+    part["missing_experts"] = metric([missing], "of a step")
+    rate = bench.bandwidth if on_cpu else PCIE
+    source = "host memory" if on_cpu else "host memory over PCIe"
+    limit = Limit(rate / nbytes, "tokens/s", f"reading missing experts from {source}")
+    return speeds, part, limit
+
+
+def compared(speeds: list[float], plain: list[float]) -> dict[str, Metric]:
     """Tokens a second, and how many times those of bf16 they are."""
-    plain = statistics.median(speeds[PLAIN])
+    middle = statistics.median(plain)
     return {
-        "tokens_per_second": metric(speeds[name], "tokens/s"),
-        "bf16": metric(speeds[PLAIN], "tokens/s"),
-        "times_bf16": metric([each / plain for each in speeds[name]], "x"),
+        "tokens_per_second": metric(speeds, "tokens/s"),
+        "bf16": metric(plain, "tokens/s"),
+        "times_bf16": metric([each / middle for each in speeds], "x"),
     }
 
 
@@ -256,18 +288,12 @@ def gpu_memory(gib: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {
-    "30b-24gib": run_30b,
-    "w2-gpu": run_w2_gpu,
-    "w2-none": run_w2_none,
-    "w2-fp8": run_w2_fp8,
-    "prefill": run_prefill,
-}
+MODEL_30B = ("30b-24gib", "prefill")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", choices=list(PARTS))
+    parser.add_argument("names", nargs="+", choices=[*MODEL_30B, *W2_PARTS])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plain", action="store_true", help="bf16 in 30b-24gib and prefill")
@@ -275,8 +301,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default=None)
     args = parser.parse_args(arguments)
     bench = Bench(args)
-    for name in args.names:
-        PARTS[name](bench)
+    for parts, run in ((MODEL_30B, run_30b), (W2_PARTS, run_w2)):
+        own = [name for name in args.names if name in parts]
+        if own:
+            run(bench, own)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from record import Limit, Metric, metric, write_record
@@ -25,35 +26,57 @@ from overspill.simulate import DrawnRouting, routed_by
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 
-N_LAYERS, N_EXPERTS, TOP_K, D_MODEL, D_HIDDEN = 16, 16, 2, 1024, 4096
+
+class Sizes(NamedTuple):
+    """Of a stack; by default those of the records here."""
+
+    n_layers: int = 16
+    n_experts: int = 16
+    top_k: int = 2
+    d_model: int = 1024
+    d_hidden: int = 4096
+    gated: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_layers} MoE layers {self.d_model}×{self.d_hidden}, {self.n_experts} experts, "
+            f"top-{self.top_k}"
+        )
+
+
+USUAL = Sizes()
+N_LAYERS, N_EXPERTS, TOP_K, D_MODEL, D_HIDDEN, _ = USUAL
 UNIFORM = 1 / N_EXPERTS
 
 
 class Stack(nn.Module):
     """MoE layers without attention; the simulator replaces their routers."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, sizes: Sizes = USUAL, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         super().__init__()
+        self.top_k = sizes.top_k
         self.layers = nn.ModuleList(
             MoE(
-                D_MODEL,
-                D_HIDDEN,
-                N_EXPERTS,
-                TOP_K,
-                gated=False,
+                sizes.d_model,
+                sizes.d_hidden,
+                sizes.n_experts,
+                sizes.top_k,
+                gated=sizes.gated,
                 layer=layer,
-                n_layers=N_LAYERS,
+                n_layers=sizes.n_layers,
                 meta_experts=True,
-                device="cuda",
-                dtype=torch.bfloat16,
+                device=device,
+                dtype=dtype,
             )
-            for layer in range(N_LAYERS)
+            for layer in range(sizes.n_layers)
         )
-        self.norm = nn.RMSNorm(D_MODEL, device="cuda", dtype=torch.bfloat16)
+        self.norm = nn.RMSNorm(sizes.d_model, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        ids_TK = torch.zeros(x_TD.shape[0], TOP_K, dtype=torch.int64, device=x_TD.device)
-        weights_TK = torch.full(ids_TK.shape, 1 / TOP_K, device=x_TD.device)
+        ids_TK = torch.zeros(x_TD.shape[0], self.top_k, dtype=torch.int64, device=x_TD.device)
+        weights_TK = torch.full(ids_TK.shape, 1 / self.top_k, device=x_TD.device)
         for layer in self.layers:
             x_TD = x_TD + routed_experts(layer.experts, self.norm(x_TD), ids_TK, weights_TK)
         return x_TD
@@ -79,13 +102,19 @@ def passes(model: Stack, tokens: int) -> Callable[[], None]:
 
 
 def alternate(
-    engine: Engine, run: Callable[[], None], rounds: int, each: int = 1, warm: int = 1
+    engine: Engine,
+    run: Callable[[], None],
+    rounds: int,
+    each: int = 1,
+    warm: int = 1,
+    switches: Sequence[str] = ("cpu_experts",),
 ) -> tuple[list[float], list[float]]:
     """Seconds with and without CPU experts, interleaved, `rounds` times."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):
         for on in (True, False):
-            engine.switch(dataclasses.replace(engine.settings, cpu_experts=on))
+            changed: dict[str, Any] = dict.fromkeys(switches, on)
+            engine.switch(dataclasses.replace(engine.settings, **changed))
             for _ in range(warm):
                 run()
             start = time.perf_counter()

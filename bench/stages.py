@@ -10,6 +10,7 @@ PYTHONPATH=src python3 bench/stages.py --smoke              # tiny, on the CPU, 
 import argparse
 import dataclasses
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -244,9 +245,11 @@ def save(found: dict[str, dict[str, Any]], args: Any) -> None:
     tokens, rows = args.batch * args.micro_batches * args.seq, show(found, args)
     staged, alone = found[f"{args.stages[0]} stages"], found["without stages"]
     speed = [tokens / seconds for seconds in staged["seconds"]]
-    upload = max(staged["upload_bytes"]) / PCIE
-    limit = Limit(tokens / upload, "tokens/s", "PCIe, what was uploaded") if upload else None
+    upload, before = max(staged["upload_bytes"]) / PCIE, statistics.median(alone["seconds"])
+    limit = Limit(before / upload, "×", "PCIe, what was uploaded") if upload else None
+    ratios = [before / seconds for seconds in staged["seconds"]]
     metrics = {
+        "speedup": metric(ratios, "×"),
         "tokens_per_second": metric(speed, "tokens/s"),
         "without_stages": metric([tokens / s for s in alone["seconds"]], "tokens/s"),
         "uploads_per_expert": metric(staged["uploads_per_expert"], "uploads"),
@@ -256,7 +259,8 @@ def save(found: dict[str, dict[str, Any]], args: Any) -> None:
     cut = "" if args.layers is None else f" with {args.layers} layers"
     details = {
         "row": f"{model}{cut}, {args.micro_batches} micro-batches of {args.batch}×{args.seq} "
-        f"tokens, {args.stages[0]} stages, {args.gpu_memory}",
+        f"tokens, {args.stages[0]} stages, {args.gpu_memory}, faster by (without stages)",
+        "show": ["tokens_per_second", "without_stages"],
         "placement": staged["placement"],
         "busy": {name: run["busy"] for name, run in found.items() if "busy" in run},
         "losses": {name: run["losses"] for name, run in found.items()},

@@ -79,6 +79,8 @@ class Bench(NamedTuple):
     routing: Path | None
     disk: Path | None
     sizes: Sequence[int]
+    blocks: int
+    """Of each stack of a model that need not be whole, at most."""
 
     def shape(self, preset: str) -> Shape:
         return Shape(preset, tiny=self.smoke)
@@ -286,7 +288,7 @@ def run_large(bench: Bench) -> list[Path]:
 
 
 def run_nllb(bench: Bench) -> list[Path]:
-    shape = within_memory(bench.shape("nllb-moe-54b"))
+    shape = within_memory(bench.shape("nllb-moe-54b"), bench.blocks)
     return _run_from_host(bench, "serve-nllb", shape, COPIED_FROM_HOST)
 
 
@@ -329,15 +331,15 @@ def _budget(bench: Bench) -> str:
     return "" if bench.smoke else f"{format_size(LARGE_MEMORY)} of GPU memory, "
 
 
-def within_memory(shape: Shape) -> Shape:
+def within_memory(shape: Shape, blocks: int) -> Shape:
     """With as many blocks as fit into host memory."""
-    return shape.within(_HOST_SHARE * available_memory())
+    return shape.within(_HOST_SHARE * available_memory(), blocks)
 
 
-def within_disk(shape: Shape, folder: Path) -> Shape:
+def within_disk(shape: Shape, folder: Path, blocks: int) -> Shape:
     """With as many blocks as fit on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    return shape.within(_HOST_SHARE * shutil.disk_usage(folder).free)
+    return shape.within(_HOST_SHARE * shutil.disk_usage(folder).free, blocks)
 
 
 def run_large_ssd(bench: Bench) -> list[Path]:
@@ -353,7 +355,7 @@ def run_nllb_ssd(bench: Bench) -> list[Path]:
 def _run_from_disk(bench: Bench, name: str, shape: Shape, modes: Sequence[str]) -> list[Path]:
     """All experts on disk, with room in host memory for a quarter of the decoder's."""
     assert bench.disk is not None
-    shape = within_disk(shape, bench.disk)
+    shape = within_disk(shape, bench.disk, bench.blocks)
     print(f" {shape}", flush=True)
     bandwidth = bench.disk_bandwidth(shape)
     slots = max(4, shape.n_experts // 8)
@@ -494,9 +496,9 @@ def print_estimates(part: str, bench: Bench) -> None:
         shape = bench.shape(preset)
         if plan.on_disk:
             assert bench.disk is not None
-            shape = within_disk(shape, bench.disk)
+            shape = within_disk(shape, bench.disk, bench.blocks)
         elif plan.shrinks:
-            shape = within_memory(shape)
+            shape = within_memory(shape, bench.blocks)
         need = estimate(plan, shape, bench)
         host, disk, gpu = (format_size(each) for each in need[:3])
         print(
@@ -528,6 +530,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=(64, 128, 256), help="experts of modes' models"
     )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=64,
+        help="of each stack of nllb and the parts on disk, at most",
+    )
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss, for cache")
     parser.add_argument("--disk", type=Path, help="folder for experts, for large-ssd and nllb-ssd")
     parser.add_argument("--out", type=Path, help="folder of the records")
@@ -545,7 +553,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rounds, tokens = min(args.rounds, plan.rounds), min(args.tokens, plan.tokens)
         bench = Bench(
             1 if args.smoke else rounds, 2 if args.smoke else tokens, args.smoke, args.out,
-            args.routing, args.disk, args.sizes,
+            args.routing, args.disk, args.sizes, args.blocks,
         )  # fmt: skip
         if args.estimate:
             print_estimates(part, bench)

@@ -83,14 +83,14 @@ class Shape:
         in_float32 = int(own.n_moe_layers * own.n_experts * own.d_model)  # routers
         return 2 * (int(own.total_params) + in_float32) - self.n_experts * self.expert_bytes
 
-    def within(self, nbytes: float) -> "Shape":
-        """With as many blocks in each stack as have their experts in `nbytes`, two MoE blocks at
-        least."""
+    def within(self, nbytes: float, blocks: int) -> "Shape":
+        """With as many MoE blocks in each stack as have their experts in `nbytes`, `blocks` at
+        most and two at least."""
         own = self._sizes
-        if self.n_experts * self.expert_bytes <= nbytes:
-            return self
         each = 2 * own.n_experts * self.expert_bytes  # of a block in both stacks
-        count = max(2, min(self.blocks, int(nbytes // each)))
+        count = max(2, min(self.blocks, blocks, int(nbytes // each)))
+        if count == self.blocks:
+            return self
         return dataclasses.replace(self, layers=count * own.moe_every)
 
     def __str__(self) -> str:

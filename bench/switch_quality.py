@@ -9,19 +9,23 @@ wikitext-2 and SQuAD: the published weights are not used, so scores are far belo
 paper. It is then fine-tuned for each task and level, with the same steps on the same batches.
 
 The work can be divided into several calls with the same flags: a call ends after --minutes and says
-that it must be repeated (exit code 1), until the record is written (exit code 0).
+that it must be repeated (exit code 1), until the record is written (exit code 0). --parallel N
+fine-tunes N models at the same time on the GPU, which one alone does not fill.
 """
 
 import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ import torch
 from quality_plot import Panel, draw_plot
 from record import RESULTS, ROOT, Metric, metric, write_record
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from sst2 import make_tokenizer
 from switch_balance import COEFFICIENT, Balance
 from switch_text import FILES, SENTINELS, passages, pretraining, squad, webquestions, write
@@ -139,6 +144,8 @@ class Bench:
         self.settings: Settings = args.settings
         self.data: Path = args.data
         self.device: str = args.device
+        self.only: str | None = args.only
+        self.parallel: int = args.parallel
         self.work: Path = args.work / f"{self.settings.digest}-{self.device}"
         self.texts = self.work / "texts"
         self.lines = self.work / "measurements.jsonl"
@@ -147,15 +154,43 @@ class Bench:
     def measure(self, seeds: Sequence[int]) -> list[Measurement]:
         """All measurements; raises NotComplete if there is no time for one that is missing."""
         self._prepare()
-        found = [*self._read()]
-        known = {(one.task, one.seed, one.level) for one in found}
+        known = {(one.task, one.seed, one.level) for one in self._read()}
         for seed in seeds:
             base = self._base(seed)
-            for task in TASKS:
-                for level in LEVELS:
-                    if (task, seed, level) not in known:
-                        found.append(self._tune(base, task, seed, level))
-        return found
+            missing = [
+                (task, level)
+                for task in TASKS
+                for level in LEVELS
+                if (task, seed, level) not in known and self._wanted(task, level)
+            ]
+            if self.parallel > 1:
+                self._tune_at_once(seed, missing)
+            else:
+                for task, level in missing:
+                    self._tune(base, task, seed, level)
+        return [*self._read()]
+
+    def _wanted(self, task: str, level: int) -> bool:
+        return self.only in (None, f"{task}-{level}")
+
+    def _tune_at_once(self, seed: int, missing: Sequence[tuple[str, int]]) -> None:
+        """Each in a process of its own, which is this command for one model."""
+
+        def tune(one: tuple[str, int]) -> int:
+            task, level = one
+            given = ["--only", f"{task}-{level}", "--seeds", str(seed), "--parallel", "1"]
+            given += ["--minutes", str(self.display.left / 60)]
+            command = [sys.executable, __file__, *sys.argv[1:], *given]
+            with (self.work / f"{task}-{seed}-{level}.log").open("a") as log:
+                return subprocess.run(command, stdout=log, stderr=log).returncode
+
+        with ThreadPoolExecutor(self.parallel) as pool:
+            codes = list(pool.map(tune, missing))
+        if any(codes):
+            raise NotComplete(", ".join(
+                f"{task}-{seed}-{level}"
+                for (task, level), code in zip(missing, codes, strict=True) if code
+            ))  # fmt: skip
 
     def _read(self) -> Iterator[Measurement]:
         if self.lines.exists():
@@ -245,6 +280,7 @@ class Bench:
         model = overspill.from_config(config, train=False, device=self.device, progress=False)
         overspill.save(model, folder)
         model.overspill.close()
+        _change_start(folder, config)
         tokenizer.save_pretrained(folder)
 
     def _tune(self, base: Path, task: str, seed: int, level: int) -> Measurement:
@@ -326,6 +362,30 @@ class Bench:
         return summary
 
 
+def _change_start(folder: Path, config: Any) -> None:
+    """Random weights for AdamW. Those of T5 are for Adafactor, whose steps are relative to the
+    size of a matrix: with AdamW attention changes too fast and embeddings too slowly. These are as
+    in GPT-2; norms before attention divide its scores by sqrt(d_kv), which T5 leaves out, and the
+    last one undoes the division of the logits."""
+    into = {"encoder": 2 * config.num_layers, "decoder": 3 * config.num_decoder_layers}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            stack = name.split(".")[0]
+            if name.endswith("layer_norm.weight"):
+                attends = ".layer.0." in name or (stack == "decoder" and ".layer.1." in name)
+                if attends or name == "encoder.final_layer_norm.weight":
+                    tensor.fill_(config.d_kv**-0.25)
+                elif name == "decoder.final_layer_norm.weight":
+                    tensor.fill_(math.sqrt(config.d_model))
+            elif "relative_attention_bias" in name:
+                tensor.zero_()
+            else:
+                output = name.endswith((".o.weight", ".wo.weight"))
+                tensor.normal_(0, 0.02 / math.sqrt(into[stack] if output else 1))
+        save_file(tensors, file, {"format": "pt"})
+
+
 def save(found: Sequence[Measurement], bench: Bench, out: Path | None) -> None:
     """Writes the record."""
     settings, device = bench.settings, bench.device
@@ -351,7 +411,8 @@ def save(found: Sequence[Measurement], bench: Bench, out: Path | None) -> None:
         "SQuAD's training set: N = 1 matches N = 0",
         "picture": f"{RECORD}.png",
         **asdict(settings),
-        "pre-training": "ours: half span corruption, half cloze questions about a passage",
+        "pre-training": "ours: half span corruption, half cloze questions about a passage; the "
+        "first weights are drawn as in GPT-2",
         "split": "every 6th article of SQuAD's development set is the test, the others are for "
         "training; WebQuestions: trainmodel and val for training, test for the test",
         "dtype": "bf16 weights, fp32 master and moments" if device == "cuda" else "fp32",
@@ -384,6 +445,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
     parser.add_argument("--seeds", type=lambda text: [int(word) for word in text.split(",")])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parallel", type=int, default=1, help="models fine-tuned at once")
+    parser.add_argument("--only", help="one of them, as squad-1")
     parser.add_argument("--smoke", action="store_true", help="a toy that learns nothing")
     parser.add_argument("--plot-only", action="store_true", help="measure nothing")
     numbers = {f.name: f.type for f in dataclasses.fields(Settings) if f.type in (int, float)}
@@ -415,6 +478,8 @@ def main() -> int:
         except NotComplete as missing:
             print(f"not complete ({missing}): repeat this command", flush=True)
             return 1
+        if args.only:
+            return 0
         wanted = [one for one in found if one.seed in args.seeds]
         save(wanted, bench, args.out)
     plot(args.out / f"{RECORD}.png" if args.out else PLOT, args.out)

@@ -4,7 +4,8 @@ A table is between `<!-- bench:NAME start -->` and `<!-- bench:NAME end -->`. It
 whose name is NAME or starts with NAME and a dash. A record that fits several names of a file is
 shown under the longest of them only. The names `summary` and `overview` show the records of SUMMARY
 and of OVERVIEW, a row each, `headline` the figures of HEADLINE with their words, and `limits` the
-records of LIMITS as ratios to another row of their tables.
+records of LIMITS as ratios to another row of their tables. `packed` shows the records of PACKED,
+which no other marker of the file shows then.
 
     python3 bench/tables.py --write README.md docs/benchmarks.md   # warns about outdated records
     python3 bench/tables.py --check README.md        # exit code 1 if a table is out of date
@@ -74,6 +75,18 @@ LIMITS = (
     ("serve-nllb-ssd", "on-demand"),
 )
 """Records of the table `limits`, and the mode that each is compared with."""
+PACKED = (
+    "serve-30b-24gib-4bit",
+    "serve-w2-gpu-4bit",
+    "serve-w2-none-4bit",
+    "serve-w2-fp8",
+    "serve-gpt-oss-120b",
+    "serve-gpt-oss-120b-ssd",
+    "prefill-30b-4bit",
+    "load-gpt-oss-120b",
+    "cpu-packed",
+)
+"""Records of the table `packed`, in their order, which names those that do not exist."""
 _MEMORY = {"gpu_memory": "GPU", "host_memory": "host", "peak": "host"}
 """Metrics that the summary shows as memory."""
 
@@ -97,6 +110,8 @@ def fill(text: str, records: Sequence[Record]) -> str:
     names = [match["name"] for match in _MARKED.finditer(text)]
 
     def home(record: Record) -> str | None:
+        if "packed" in names and record["name"] in PACKED:
+            return "packed"
         fitting = [name for name in names if f"{record['name']}-".startswith(f"{name}-")]
         return max(fitting, key=len, default=None)
 
@@ -105,6 +120,8 @@ def fill(text: str, records: Sequence[Record]) -> str:
             content = headline(records)
         elif match["name"] == "limits":
             content = limits(records)
+        elif match["name"] == "packed":
+            content = packed(records)
         elif match["name"] in ("summary", "overview"):
             content = summary(records, SUMMARY if match["name"] == "summary" else OVERVIEW)
         else:
@@ -149,6 +166,16 @@ def summary(records: Sequence[Record], names: Sequence[str]) -> str:
         }
         rows.append(row)
     return f"{_markdown(rows)}\n\n{_measured_on(chosen, when=False)}"
+
+
+def packed(records: Sequence[Record]) -> str:
+    """The records of PACKED in their order, and the names of those that do not exist."""
+    by_name = {record["name"]: record for record in records}
+    text = render([by_name[name] for name in PACKED if name in by_name])
+    missing = [f"`{name}`" for name in PACKED if name not in by_name]
+    if by_name.keys() & set(PACKED) and missing:
+        text += f"\n\n*Not measured yet: {', '.join(missing)}.*"
+    return text
 
 
 def limits(records: Sequence[Record]) -> str:

@@ -34,3 +34,15 @@ def test_each_part_writes_a_record(
     record = json.loads((tmp_path / f"{RECORDS[part]}.json").read_text())
     assert record["metrics"]["tokens_per_second"]["median"] > 0
     assert record["limit"]["unit"] == "tokens/s"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripts")
+def test_experts_on_the_cpu_have_a_row_for_each_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cpu_packed.py", "--smoke", "--out", str(tmp_path)])
+    script = importlib.import_module("cpu_packed")
+    script.main()
+    record = json.loads((tmp_path / "cpu-packed.json").read_text())
+    assert len(record["table"]) == len(script.FORMATS) * len(script.TOKENS)

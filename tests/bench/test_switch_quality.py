@@ -158,3 +158,14 @@ def test_the_whole_benchmark_runs(
 ) -> None:
     assert call(bench, monkeypatch, data) == 0
     check(bench, data / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_models_are_tuned_at_the_same_time(
+    bench: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "LEVELS", (0, 2))
+    assert call(bench, monkeypatch, data, "--parallel 4") == 0
+    record = json.loads((data / "out" / "switch-quality.json").read_text())
+    assert [row["N"] for row in record["table"]] == ["0", "2"]

@@ -10,6 +10,7 @@ import pytest
 from bench.tables import (
     HEADLINE,
     OVERVIEW,
+    PACKED,
     RESULTS,
     SUMMARY,
     fill,
@@ -213,6 +214,21 @@ def test_records_are_in_counting_order(tmp_path: Path) -> None:
     assert [one["name"] for one in read_records(tmp_path)] == [
         *("adam", "scale-8", "scale-16", "scale-64"),
     ]
+
+
+def test_packed_experts_have_a_table_of_their_own() -> None:
+    def marked(name: str) -> str:
+        return f"<!-- bench:{name} start -->\n<!-- bench:{name} end -->\n"
+
+    records = [record(name) for name in ("serve-w2-gpu", "serve-w2-gpu-4bit", "prefill-30b-4bit")]
+    plain, _, own = fill(marked("serve") + marked("packed"), records).partition("bench:serve end")
+    assert "| serve-w2-gpu |" in plain
+    assert "4bit" not in plain
+    assert own.index("| serve-w2-gpu-4bit |") < own.index("| prefill-30b-4bit |")
+    missing = own[own.index("*Not measured yet: ") :]
+    assert [name for name in PACKED if f"`{name}`" not in missing] == [
+        "serve-w2-gpu-4bit", "prefill-30b-4bit",
+    ]  # fmt: skip
 
 
 def test_check_tells_and_write_mends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

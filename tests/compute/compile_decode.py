@@ -13,12 +13,14 @@ from triton.compiler import ASTSource
 from overspill.compute.activation import Form, Function
 from overspill.compute.decode import (
     attention,
+    delta,
     expert_groups,
     experts,
     host,
     linear,
     migrate,
     norm,
+    packed_experts,
     routing,
 )
 from overspill.compute.decode.packing import packed_records
@@ -27,20 +29,47 @@ from tests.compute.packed import make_experts
 
 KERNELS = {
     name: kernel
-    for module in (attention, expert_groups, experts, host, linear, migrate, norm, routing)
+    for module in (
+        attention,
+        delta,
+        expert_groups,
+        experts,
+        host,
+        linear,
+        migrate,
+        norm,
+        packed_experts,
+        routing,
+    )
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }
 
-NUMBERS = {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
-WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned"}
+NUMBERS = {"eps": "fp32", "scale": "fp32", "shift": "fp32", "softcap": "fp32"}
+WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned", "slots"}
 FLOAT = {"sums", "stats", "weights"}
-LINEAR = {"BIAS": True, "ROWS": 8, "BLOCK": 512}
-ROTATE = {"HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "LANES": 64, "NORMS": True}
+LINEAR = {"BIAS": True, "FUNCTION": -1, "GATE": -1, "ROWS": 8, "BLOCK": 512}
+NORM = {"N_PARTS": 2, "HOST": 1, "BIAS": False, "ON_GPU": True, "BLOCK": 2048}
+ROTATE = {
+    "HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "TURNED": 64, "LANES": 64,
+    "NORMS": True, "GATED": False,
+}  # fmt: skip
+COMBINE = {"SINKS": True, "GATED": False, "PARTS": 64, "WIDTH": 128, "LANES": 128}
+PLACES = delta.Place(0, 128), delta.Place(2048, 128), delta.Place(4096, 256), delta.Place(8192, 256)
+PLACES = *PLACES, delta.Place(12288, 2), delta.Place(12320, 2)
+SHAPE = delta.DeltaShape(16, 32, 128, 128, *PLACES)
+CONVOLVE = {"SHAPE": SHAPE, "COLUMNS": 8192, "TAPS": 4, "PLACES": 4, "LANES": 128}
+DELTA = {"SHAPE": SHAPE, "COLUMNS": 8192, "KEYS": 128, "LANES": 128}
+STATES = dict.fromkeys(("qkv", "states", "rates"), "*fp32")
 ATTEND = {
-    "BIAS": False, "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
+    "PACKED": False, "ALONE": False, "GATED": False, "BIAS": False,
+    "SOFTCAP": True, "GROUP": 8, "KV_HEADS": 4, "BLOCK_SIZE": 16, "WIDTH": 128,
     "LANES": 128, "OUT_WIDTH": 128, "OUT_LANES": 128, "PART": 64, "TILE": 64, "ROWS": 16,
     "WIDEN": False,
+}  # fmt: skip
+T5 = {
+    "PACKED": True, "ALONE": True, "BIAS": True, "SOFTCAP": False, "GROUP": 1, "KV_HEADS": 12,
+    "WIDTH": 64, "LANES": 64, "OUT_WIDTH": 64, "OUT_LANES": 64, "PART": 512,
 }  # fmt: skip
 FLAGS = dict.fromkeys(("ready", "done", "missed"), "*i32")
 HOST = FLAGS | dict.fromkeys(("ids", "host_experts", "host_count", "host_rows"), "*i32")
@@ -54,25 +83,33 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
-    "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
+    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
-    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "PACKING": None,
-    "ROWS": 1, "BLOCK": 256,
+    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
+    "BLOCK": 256,
 }  # fmt: skip
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
 CASES = [
-    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 1, "ON_GPU": True, "BLOCK": 2048}, HOST),
-    ("_add_norm_kernel", {"N_PARTS": 2, "HOST": 2, "ON_GPU": True, "BLOCK": 2048}, HOST),
+    ("_add_norm_kernel", NORM, HOST),
+    ("_add_norm_kernel", NORM | {"HOST": 2, "BIAS": True}, HOST | {"bias": "*bf16"}),
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
+    ("_linear_kernel", LINEAR | {"GATE": 1}, {}),
+    ("_linear_kernel", LINEAR | {"FUNCTION": 2}, {}),
     ("_rotate_kernel", ROTATE, {}),
+    ("_rotate_kernel", ROTATE | {"TURNED": 32, "GATED": True}, {}),
+    ("_convolve_kernel", CONVOLVE, {"out": "*fp32"}),
+    ("_delta_kernel", DELTA, STATES),
     ("_attend_kernel", ATTEND, {}),
     ("_attend_kernel", ATTEND | {"BIAS": True}, {"bias": "*fp32"}),
-    ("_combine_kernel", {"SINKS": True, "PARTS": 64, "WIDTH": 128, "LANES": 128}, {}),
+    ("_attend_kernel", ATTEND | {"ALONE": True, "GATED": True}, {"sums": "*bf16"}),
+    ("_attend_kernel", ATTEND | T5, {"bias": "*bf16", "sums": "*bf16", "stats": "*bf16"}),
+    ("_combine_kernel", COMBINE, {}),
+    ("_combine_kernel", COMBINE | {"SINKS": False, "GATED": True}, {}),
     ("_route_kernel", ROUTE, HOST),
     ("_route_kernel", ROUTE | {"SOFTMAX_FIRST": False}, HOST),
     ("_look_up_kernel", LOOK_UP, HOST),
@@ -102,6 +139,9 @@ CASES += [
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
 TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+TILE = {"ROWS": 4, "BLOCK": 512}
+WIDE_INPUTS = {"inputs": "*fp32", "out": "*fp32"}
+ARRANGE = {"BLOCK": 512, "REQUEST": 4, "ON_GPU": True}
 for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
     stack = form == "mxfp4-stack"
     shape = ExpertShape(512, 256, gated=True, bias=stack, transposed=stack)
@@ -118,13 +158,11 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
     ]
     w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
     CASES += [
-        ("_expert_in_kernel", IN | into | {"ROWS": 8, "BLOCK": 64}, w_in),
-        (
-            "_expert_out_kernel",
-            OUT | own | {"HIDDEN": 256, "ROWS": 4, "BLOCK": 64},
-            w_out | {"out": "*fp32"},
-        ),
+        ("_packed_in_kernel", into | TILE | {"GATED": True}, w_in | WIDE_INPUTS),
+        ("_packed_out_kernel", own | TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
     ]
+    matrix = {"MATRIX": packed.packing.gate}
+    CASES.append(("_arrange_kernel", ARRANGE | matrix, FLAGS | {"out": "*fp32"}))
     if form != "mxfp8":
         CASES += [
             ("_group_in_kernel", GROUP_IN | into | {"BLOCK": 16}, w_in),
@@ -137,7 +175,7 @@ CASES.append(("_add_rows_kernel", {"HOST": 1, "BLOCK": 2048, "ON_GPU": True}, FL
 CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}))
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
-    "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride",
+    "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride", "row_width", "q_stride",
 }  # fmt: skip
 
 
@@ -163,6 +201,8 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
     compiled = triton.compile(source, target=GPUTarget("cuda", to, 32))
     # weights are read 16 bytes at a time
     ptx = compiled.asm["ptx"]
+    if "_packed" in name:
+        assert f"ld.global.v{constants['PACKING'].gate.unit}.b32" in ptx, name
     if "linear" in name or ("expert_in" in name and not constants["TRANSPOSED"]):
         assert "ld.global.v4.b32" in ptx, name
 

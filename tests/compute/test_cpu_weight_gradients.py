@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from overspill.compute.activation import Form
-from overspill.compute.cpu_kernel import BackwardRows, WeightGradient, kernel_backward
+from overspill.compute.cpu_kernel import (
+    BackwardRows,
+    GradientKind,
+    WeightGradient,
+    kernel_backward,
+)
 from overspill.compute.experts import split_records
 from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertShape
@@ -54,7 +59,8 @@ def form(group: Group, isa: str | None, before: Tensor | None = None, threads: i
         torch.full_like(group.x, torch.nan),
         torch.full_like(group.row_weight, torch.nan),
     )
-    places = [WeightGradient(dw[i], squares[i], before is not None) for i in range(n[0])]
+    kind = GradientKind.FORMED if before is None else GradientKind.ADDED
+    places = [WeightGradient(dw[i], squares[i], kind) for i in range(n[0])]
     rows = BackwardRows(group.x, group.dy, group.row_weight, dx, drow_weight)
     kernel_backward(rows, group.experts, group.shape, threads, isa, group.form, places)
     return Formed(dx, drow_weight, dw, squares)

@@ -243,6 +243,13 @@ def test_a_budget_that_is_too_small_names_flag_and_fix(asked: BudgetRequest, mes
         place(SMALL, asked)
 
 
+def test_without_training_a_budget_is_not_for_gradients() -> None:
+    asked = replace(AMPLE, gpu_memory=110 * MIB)
+    for served in (replace(SMALL, training=False), replace(SMALL, frozen=True)):
+        with pytest.raises(BudgetError, match=r"and experts and activations 24\.2 MiB"):
+            place(served, asked)
+
+
 def test_an_unknown_mode_lists_the_modes() -> None:
     with pytest.raises(ConfigError, match="mode='ssd' must be one of 'auto', 'gpu', 'host'"):
         place(SMALL, replace(AMPLE, mode="ssd"))

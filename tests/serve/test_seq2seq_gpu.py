@@ -31,16 +31,16 @@ def offloaded(plain: Any, **given: Any) -> Iterator[Any]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of batches for which a step was launched, or captured."""
-    from overspill.serve.decode.module_step import ModuleStep
+    from overspill.serve.decode.step import DecodeStep
 
     sizes: list[int] = []
-    call = ModuleStep.__call__
+    call = DecodeStep.__call__
 
     def counted(self: Any, batch: Any) -> Any:
         sizes.append(len(batch.tokens))
         return call(self, batch)
 
-    monkeypatch.setattr(ModuleStep, "__call__", counted)
+    monkeypatch.setattr(DecodeStep, "__call__", counted)
     return sizes
 
 

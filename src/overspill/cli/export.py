@@ -1,7 +1,6 @@
 """`overspill export`: converts a trained model to a Hugging Face checkpoint, and quantizes it."""
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ import typer
 
 from overspill.cli.arguments import complete_model
 from overspill.cli.output import report
+from overspill.core.packing import QUANTIZATIONS
 
 _HELP = """Write a run's newest checkpoint as a Hugging Face checkpoint, or a checkpoint quantized.
 
@@ -33,12 +33,6 @@ def add_to(app: typer.Typer) -> None:
     app.command("export", help=_HELP)(_export)
 
 
-class Quantization(StrEnum):
-    mxfp4 = "mxfp4"
-    int4 = "int4"
-    fp8 = "fp8"
-
-
 def _export(
     model: Annotated[
         str,
@@ -51,10 +45,11 @@ def _export(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The new folder to write.")],
     quantize: Annotated[
-        Quantization | None,
+        str | None,
         typer.Option(
             help="Pack the experts: mxfp4 (4.25 bits a weight), int4 (4.5) or fp8 (8).",
             show_default=False,
+            autocompletion=lambda: [*QUANTIZATIONS],
         ),
     ] = None,
     tokenizer: Annotated[
@@ -69,15 +64,14 @@ def _export(
     ] = False,
 ) -> None:
     # Importing torch takes seconds: only after the flags are checked.
+    from overspill.core.errors import ConfigError
     from overspill.core.sizes import format_size
     from overspill.train.export import Exported, export
 
-    name = None if quantize is None else quantize.value
-
     def describe(done: Exported) -> str:
-        packed = f", experts in {name}" if name else ""
+        packed = f", experts in {quantize}" if quantize else ""
         use = f"AutoModelForCausalLM.from_pretrained({done.out!r})"
-        if name:  # not every quantized model can be opened so
+        if quantize:  # not every quantized model can be opened so
             use = f"overspill generate {shlex.quote(done.out)} PROMPT --packed"
         elif done.model_type == "overspill_gpt":
             use += " after import overspill"
@@ -87,6 +81,10 @@ def _export(
         )
 
     out = out.expanduser()
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise ConfigError(f"--quantize {quantize} is unknown; give {' or '.join(QUANTIZATIONS)}")
     report(
-        lambda bar: export(model, out, tokenizer, progress=bar, quantize=name), as_json, describe
+        lambda bar: export(model, out, tokenizer, progress=bar, quantize=quantize),
+        as_json,
+        describe,
     )

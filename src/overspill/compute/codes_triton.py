@@ -9,6 +9,7 @@ by integer operations: the bits of e2m1 and e4m3 are placed in those of a float3
 product with a power of two corrects, exactly, subnormal codes too.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,8 @@ class Matrix(NamedTuple):
     """What is subtracted from unsigned codes, without the stored zeros."""
     factor: int
     divides: bool
+    unit: int
+    """Neighbouring int32 that have one scale and are decoded together: 16 bytes where possible."""
 
 
 class Planes(NamedTuple):
@@ -89,6 +92,7 @@ def matrix_of(piece: Piece) -> Matrix:
         1 << matrix.scheme.bits - 1 if code == UNSIGNED else 0,
         _first(piece, "factor"),
         matrix.divides,
+        4 if group == matrix.columns else math.gcd(4, group * matrix.scheme.bits // 32),
     )
 
 
@@ -137,8 +141,18 @@ def value_of_e4m3(code):
 @triton.jit
 def load_scales(scales, row, group, inside, MATRIX: tl.constexpr):
     """The scales of some rows and groups, as float32, without the factor of all scales."""
+    return scale_of(stored_scales(scales, row, group, inside, MATRIX), MATRIX)
+
+
+@triton.jit
+def stored_scales(scales, row, group, inside, MATRIX: tl.constexpr):
     at = MATRIX.scales + row // MATRIX.row_block * MATRIX.groups + group
-    stored = tl.load(scales + at, mask=inside, other=0)
+    return tl.load(scales + at, mask=inside, other=0)
+
+
+@triton.jit
+def scale_of(stored, MATRIX: tl.constexpr):
+    """Stored scales as float32."""
     if MATRIX.scale == _POWER:
         exponent = stored.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2**-127 is subnormal
@@ -245,17 +259,6 @@ def value_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def sum_factor(MATRIX: tl.constexpr):
-    """What a sum of products with codes of words lacks."""
-    if MATRIX.code == _E2M1:
-        return 4611686018427387904.0  # 2**62
-    elif MATRIX.code == _E4M3:
-        return 72057594037927936.0  # 2**56
-    else:
-        return 1.0
-
-
-@triton.jit
 def zeros_of_words(zeros, row, group, inside, MATRIX: tl.constexpr):
     """What `code_of_word` subtracts."""
     if MATRIX.zeros >= 0:
@@ -264,3 +267,61 @@ def zeros_of_words(zeros, row, group, inside, MATRIX: tl.constexpr):
         return 128.0
     else:
         return MATRIX.zero * 1.0
+
+
+@triton.jit
+def words_of_units(unit, MATRIX: tl.constexpr):
+    """The int32 of some units of a row, [1, units, unit]."""
+    return unit[None, :, None] * MATRIX.unit + tl.arange(0, MATRIX.unit)[None, None, :]
+
+
+@triton.jit
+def term_of_word(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """The code at a place of int32 as float32, with two or three operations on integers. It lacks a
+    power of two: a part of it the input gets first (`input_factors`), the rest the sum of products
+    (`sum_units`), which also subtracts zeros."""
+    if MATRIX.code == _E2M1:
+        bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
+    elif MATRIX.code == _E4M3:
+        bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
+    else:
+        # the bits of a subnormal number are an integer
+        if MATRIX.code == _SIGNED:
+            word = word ^ -0x7F7F7F80
+        if 16 // MATRIX.bits <= PLACE:
+            word = word >> 16
+        bits = word & (((1 << MATRIX.bits) - 1) << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def input_factors(column, MATRIX: tl.constexpr):
+    """What the inputs of some columns get first: products with codes in the exponents of subnormal
+    numbers are then exact."""
+    exponent = 64 + 0 * column
+    if MATRIX.code != _E2M1 and MATRIX.code != _E4M3:
+        exponent -= column % (16 // MATRIX.bits) * MATRIX.bits
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def zero_term(value, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """An input as `sum_units` needs it for zeros: its product with code 1."""
+    if MATRIX.code == _E2M1 or MATRIX.code == _E4M3:
+        return 0.0
+    else:
+        one: tl.constexpr = 1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits))
+        return value * (one * 1.401298464324817e-45)  # 2**-149
+
+
+@triton.jit
+def sum_units(products, zero_terms, zero, MATRIX: tl.constexpr):
+    """The sums of some units of codes minus zero, times inputs."""
+    total = tl.sum(products, 2)
+    if MATRIX.code == _E2M1:
+        return total * 4611686018427387904.0  # 2**62
+    elif MATRIX.code == _E4M3:
+        return total * 72057594037927936.0  # 2**56
+    else:
+        total -= tl.sum(zero_terms, 2) * zero
+        return total * 38685626227668133590597632.0  # 2**85

@@ -1,7 +1,7 @@
 // Backward tasks, with the matrix products as a template parameter: vectors or AMX tiles.
 #pragma once
 
-#include "cpu_group.h"
+#include "cpu_factors.h"
 
 namespace {
 
@@ -39,20 +39,51 @@ void gradient_block(const Group& group, const ExpertRows& own, int64_t index,
     const T* const x = rows_of<T>(group.x, group.x_stride, own);
     const T* const dy = rows_of<T>(group.dy, group.dy_stride, own);
     double squares = Products::tn(dy, group.dy_stride, d, static_cast<const T*>(arrays.a), BLOCK,
-                                  own.rows, count, w_out + unit, group.h, own.added);
+                                  own.rows, count, w_out + unit, group.h, own.adds());
     for (int64_t gate = 0; gate < group.gates(); ++gate) {
         const T* const dh = gate ? arrays.dup : arrays.dh;
         const int64_t first = gate * group.h + unit;
         squares += Products::tn(dh, BLOCK, count, x, group.x_stride, own.rows, d, w_in + first * d,
-                                d, own.added);
+                                d, own.adds());
         if (!group.bias) continue;
         alignas(64) float sums[BLOCK] = {};
         for (int64_t row = 0; row < own.rows; ++row)
             Products::add_scaled(static_cast<float*>(sums), dh + row * BLOCK, 1.0f, count);
         squares += Products::store_gradient(static_cast<const float*>(sums), count, b_in + first,
-                                            own.added);
+                                            own.adds());
     }
     own.square_shares[index] = squares;
+}
+
+// The same as factors, which are left in the memory of the gradient.
+template <class T>
+void keep_factors(const Group& group, const ExpertRows& own, int64_t index,
+                  const BlockArrays<T>& arrays) {
+    const int64_t unit = index * BLOCK, bytes = least(BLOCK, group.h - unit) * sizeof(T);
+    const FactorLayout layout = factor_layout(group);
+    for (int64_t row = 0; row < own.rows; ++row) {
+        T* const to = factor_row<T>(layout, own, row) + unit;
+        std::memcpy(to + layout.dh(), arrays.dh + row * BLOCK, bytes);
+        if (group.gated) std::memcpy(to + layout.dh() + group.h, arrays.dup + row * BLOCK, bytes);
+        std::memcpy(to + layout.a(), arrays.a + row * BLOCK, bytes);
+    }
+}
+
+// BLOCK columns of x and dy; the first task also keeps the routing weights.
+template <class T>
+void keep_columns(const Group& group, const ExpertRows& own, int64_t index) {
+    const int64_t first = index * BLOCK, bytes = least(BLOCK, group.d - first) * sizeof(T);
+    const FactorLayout layout = factor_layout(group);
+    const T* const x = rows_of<T>(group.x, group.x_stride, own) + first;
+    const T* const dy = rows_of<T>(group.dy, group.dy_stride, own) + first;
+    for (int64_t row = 0; row < own.rows; ++row) {
+        T* const to = factor_row<T>(layout, own, row);
+        std::memcpy(to + first, x + row * group.x_stride, bytes);
+        std::memcpy(to + layout.dy() + first, dy + row * group.dy_stride, bytes);
+        if (index == 0)
+            std::memcpy(reinterpret_cast<char*>(to) + layout.weight(),
+                        group.row_weight + own.start + row, 4);
+    }
 }
 
 // The gradient of b_out in BLOCK columns.
@@ -70,7 +101,7 @@ void gradient_columns(const Group& group, const ExpertRows& own, int64_t index) 
             Products::add_scaled(static_cast<float*>(sums), dy + row * group.dy_stride,
                                  group.row_weight[own.start + row], width);
         squares = Products::store_gradient(static_cast<const float*>(sums), width, b_out + first,
-                                           own.added);
+                                           own.adds());
     }
     own.square_shares[group.blocks() + index] = squares;
 }
@@ -113,7 +144,8 @@ void backward_block(const Group& group, const ExpertRows& own, int64_t index, Pr
     }
     // A copy, without the rows that pad c: they could be most of the bytes.
     if (group.shares_dx(own)) std::memcpy(own.dx_shares + index * share, arrays.c, share * 4);
-    if (own.gradient) gradient_block<Products>(group, own, index, arrays);
+    if (own.forms_gradient()) gradient_block<Products>(group, own, index, arrays);
+    if (own.leaves_factors()) keep_factors<T>(group, own, index, arrays);
 }
 
 // BLOCK columns of dx; the first task also adds up the gradients of the routing weights.
@@ -149,7 +181,8 @@ void dx_task(const Group& group, const ExpertRows& own, int64_t index) {
                                    d);
         group.drow_weight[own.start + row] = total;
     }
-    if (own.gradient) gradient_columns<Products>(group, own, index);
+    if (own.forms_gradient()) gradient_columns<Products>(group, own, index);
+    if (own.leaves_factors()) keep_columns<T>(group, own, index);
 }
 
 }  // namespace

@@ -89,6 +89,10 @@ constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out 
 // activation.py, which says what they are.
 enum Function : int32_t { GELU = 0, SILU = 1, RELU = 2, CLAMPED = 3 };
 
+// What a backward leaves in the memory of a gradient: the gradient, the sum of it and of what is
+// there, or its factors (cpu_factors.h).
+enum GradientKind : int64_t { FORMED = 0, ADDED = 1, FACTORED = 2 };
+
 // Arguments of a call, mirrored by `GroupArgs` in cpu_kernel.py. Strides count elements.
 struct GroupArgs {
     const void *x, *dy;       // [R, D]; dy in backward only
@@ -104,10 +108,10 @@ struct GroupArgs {
     Function function;
     int32_t backward, bf16, threads, isa;
     // Backward only; null without weight gradients. For each expert: the memory of its gradient, in
-    // the order of its record; whether the gradient is added to what is there; and where the sum of
-    // squares of the result goes. An expert without token rows gets none of them.
+    // the order of its record; what is left there (GradientKind); and where the sum of squares of
+    // the result goes, unless factors are left. An expert without token rows gets none of them.
     void* const* gradients;
-    const int64_t* added;
+    const int64_t* gradient_kinds;
     float* const* squares;
     const PackedExpert* format;  // of packed records, forward only; null: records are plain
 };
@@ -119,7 +123,7 @@ struct ExpertRows {
     bool tiled;                      // computed with AMX tiles
     bool fused = false;              // its packed weights are read as they are, not unpacked
     void* gradient = nullptr;        // of its weights; null: none is made
-    bool added = false;              // to what `gradient` holds
+    int64_t gradient_kind = FORMED;  // a GradientKind
     float* square = nullptr;         // where the sum of squares of the gradient goes
     double* square_shares = nullptr; // [HIDDEN tasks + OUTPUT tasks] of backward: parts of it
     char* x_tiles = nullptr;         // AMX: x, packed for nt; fused: ordered token rows
@@ -129,6 +133,9 @@ struct ExpertRows {
     float* dx_shares = nullptr;      // [blocks, R, D]
     float* weight_shares = nullptr;  // [blocks, R]: of the gradient of the routing weights
 
+    bool adds() const { return gradient_kind == ADDED; }
+    bool leaves_factors() const { return gradient && gradient_kind == FACTORED; }
+    bool forms_gradient() const { return gradient && gradient_kind != FACTORED; }
     int64_t padded_rows() const { return tiled ? padded(rows, TILE) : rows; }
 };
 

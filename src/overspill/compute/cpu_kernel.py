@@ -9,6 +9,7 @@ Shapes: R token rows sorted by expert, D model.
 """
 
 import ctypes
+import enum
 import functools
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation, Form, Function, form_of
 from overspill.core.experts import ExpertShape
+from overspill.core.sizes import round_up
 from overspill.hardware.native import load_library
 
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
@@ -66,15 +68,28 @@ class BackwardRows(NamedTuple):
     drow_weight_R: Tensor
 
 
+class GradientKind(enum.IntEnum):
+    """What a backward leaves in the memory of a gradient; as in cpu_group.h."""
+
+    FORMED = 0
+    ADDED = 1  # to what the memory holds, with torch's rounding
+    FACTORED = 2  # one row of factors for each token row, from which an optimizer forms it
+
+
 class WeightGradient(NamedTuple):
     """Memory in which the gradient of an expert's weights is formed."""
 
     memory: Tensor
-    """Flat, in the order of the expert's record."""
+    """Flat, in the order of the expert's record; of factors the first free row."""
     square: Tensor
-    """One float32: gets the sum of squares of what the memory holds then."""
-    is_added: bool = False
-    """To what the memory holds, with torch's rounding; else it is overwritten."""
+    """One float32: gets the sum of squares of what the memory holds then, unless it is factored."""
+    kind: GradientKind = GradientKind.FORMED
+
+
+def factor_row_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
+    """Bytes of the factors of one token row; as in cpu_factors.h."""
+    numbers = (2 * shape.d_model + shape.in_rows + shape.d_hidden) * dtype.itemsize
+    return round_up(round_up(numbers, 4) + 4, 64)
 
 
 def cpu_isa() -> str | None:
@@ -176,7 +191,8 @@ class GroupArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("count", "d", "h")),
         *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "function")),
         *((name, ctypes.c_int32) for name in ("backward", "bf16", "threads", "isa")),
-        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("gradients", "added", "squares")),
+        *((f"gradient{name}", ctypes.POINTER(ctypes.c_int64)) for name in ("s", "_kinds")),
+        ("squares", ctypes.POINTER(ctypes.c_int64)),
         ("format", ctypes.c_void_p),
     )
 
@@ -246,16 +262,18 @@ def group_args(
         args.drow_weight = backward.drow_weight_R.data_ptr()
     if gradients:
         assert backward is not None
-        assert len(gradients) == len(experts)
-        for memory, square, _ in gradients:
+        row_bytes = factor_row_bytes(shape, x_RD.dtype)
+        for (memory, square, kind), (_, start, stop) in zip(gradients, experts, strict=True):
+            is_factored = kind is GradientKind.FACTORED
             assert memory.dtype == x_RD.dtype
             assert memory.device.type == square.device.type == "cpu"
             assert memory.is_contiguous()
-            assert memory.numel() >= shape.numel
+            assert is_factored or memory.numel() >= shape.numel
+            assert not is_factored or memory.nbytes >= (stop - start) * row_bytes
             assert square.dtype == torch.float32
             assert square.numel() == 1
         args.gradients = numbers(*(gradient.memory.data_ptr() for gradient in gradients))
-        args.added = numbers(*(gradient.is_added for gradient in gradients))
+        args.gradient_kinds = numbers(*(gradient.kind for gradient in gradients))
         args.squares = numbers(*(gradient.square.data_ptr() for gradient in gradients))
     return args
 

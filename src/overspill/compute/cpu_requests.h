@@ -73,7 +73,7 @@ void fill_request(Request& request, const GroupArgs& args) {
         if (!args.gradients) continue;
         ExpertRows& own = request.experts.back();
         own.gradient = args.gradients[i];
-        own.added = args.added[i];
+        own.gradient_kind = args.gradient_kinds[i];
         own.square = args.squares[i];
     }
     if (args.gradients) {

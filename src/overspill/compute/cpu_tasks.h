@@ -31,7 +31,7 @@ struct Request {
     // After the last task: the sums of squares of the weight gradients.
     void store_squares() const {
         for (const ExpertRows& own : experts) {
-            if (!own.gradient) continue;
+            if (!own.forms_gradient()) continue;
             double total = 0.0;
             for (int64_t i = 0; i < group.square_shares(); ++i) total += own.square_shares[i];
             *own.square = float(total);

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -52,9 +53,13 @@ class RelativeBias:
 
     def by_distance(self) -> Tensor:
         """The bias of keys so many tokens before the query, [h, reach + 1]."""
-        weight = self.embedding.weight
-        distances = torch.arange(self.reach + 1, device=weight.device)
-        return weight[self.bucket(-distances)].T.contiguous()
+        return self.embedding.weight.T.index_select(1, self._buckets)
+
+    @cached_property
+    def _buckets(self) -> Tensor:
+        """Of each distance."""
+        with torch.inference_mode(False):  # they outlive the pass
+            return self.bucket(-torch.arange(self.reach + 1, device=self.embedding.weight.device))
 
 
 @dataclass(frozen=True, eq=False)

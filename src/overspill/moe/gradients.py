@@ -144,14 +144,14 @@ class ExpertGradients:
                 streaming.add(layer, wave, dw, hyper, more)
 
     def place(
-        self, layer: int, positions: Sequence[int], updates: bool, more: bool
+        self, layer: int, rows: Mapping[int, int], updates: bool, more: bool
     ) -> dict[int, WeightGradient]:
-        """Where the CPU forms the gradients of these streamed experts, by position. `updates`: they
-        will complete the step's gradient, and the experts may be updated then; `more` as in
-        `add`."""
+        """Where the CPU leaves the gradients of streamed experts with these token rows, by
+        position. `updates`: they will complete the step's gradient, and the experts may be updated
+        then; `more` as in `add`."""
         streaming = self._streaming()
         assert streaming is not None
-        return streaming.place(layer, positions, updates, more)
+        return streaming.place(layer, rows, updates, more)
 
     def add_formed(self, end: StreamEvent, hyper: AdamHyper | None) -> None:
         """Takes these gradients, which are complete at `end`; `hyper` as in `add`."""

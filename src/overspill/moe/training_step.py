@@ -233,11 +233,13 @@ class TrainingStep:
             self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
 
     def place(self, layer_pass: LayerPass) -> dict[int, WeightGradient]:
-        """Where the CPU forms the weight gradients of its experts of a pass, by position."""
-        layer, positions = layer_pass.layer, sorted(layer_pass.on_cpu)
+        """Where the CPU leaves the weight gradients of its experts of a pass, by position."""
+        layer, counts = layer_pass.layer, layer_pass.rows.counts
         assert self.states[layer] is LayerState.RUNNING
+        assert counts is not None
+        rows = {position: counts[position] for position in sorted(layer_pass.on_cpu)}
         updates = layer in self._updated_with
-        return self.gradients.place(layer, positions, updates, more=not self._completing)
+        return self.gradients.place(layer, rows, updates, more=not self._completing)
 
     def deliver_formed(self, layer_pass: LayerPass, end: StreamEvent) -> None:
         """Takes those gradients, which are complete at `end`."""

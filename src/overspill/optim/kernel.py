@@ -65,7 +65,7 @@ class RecordUpdate(NamedTuple):
 
 
 class AdamScalars(NamedTuple):
-    """Arguments of the kernels, computed in double; same fields as in kernel.cpp."""
+    """Arguments of the kernels, computed in double; same fields as in adamw.h."""
 
     decay: float
     beta1: float
@@ -79,7 +79,9 @@ class AdamScalars(NamedTuple):
     seed: int
 
 
-class _CScalars(ctypes.Structure):
+class AdamScalarsStructure(ctypes.Structure):
+    """The same in C."""
+
     _fields_ = [
         (name, ctypes.c_uint32 if name == "seed" else ctypes.c_float)
         for name in AdamScalars._fields
@@ -156,7 +158,7 @@ def adamw_(
             start,
             row.weight.dtype == torch.bfloat16,
             row.exp_avg.dtype == torch.bfloat16,
-            ctypes.byref(_CScalars(*adam_scalars(hyper))),
+            ctypes.byref(AdamScalarsStructure(*adam_scalars(hyper))),
             threads,
             isa,
         )
@@ -253,7 +255,7 @@ def native_library() -> ctypes.CDLL | None:
         log.warning("AdamW on the CPU uses torch's fused AdamW, which is about half as fast")
         return None
     pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-    scalars = ctypes.POINTER(_CScalars)
+    scalars = ctypes.POINTER(AdamScalarsStructure)
     library.overspill_isa.argtypes = []
     library.overspill_isa.restype = ctypes.c_char_p
     tensors, flags = [pointer] * 6, [integer] * 2

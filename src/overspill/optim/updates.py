@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from overspill.compute.cpu_kernel import factor_row_bytes
+from overspill.optim.factored import Factors, adamw_factored_, form_gradient, square_of
 from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.guests import Guest
@@ -25,6 +27,14 @@ from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
 from overspill.transfer.outboxes import GradientPart
 from overspill.transfer.streams import Inject, StreamEvent
+
+
+class FactorRows(NamedTuple):
+    """Factors in the place of a gradient."""
+
+    rows: int
+    first: int = 0  # of a ring buffer
+    is_measured: bool = False  # the sum of squares of the gradient is known
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,10 @@ class Update:
     a gradient by decay alone, with `accumulate` by the sum; without `hyper` the gradient is only
     kept.
 
+    With `factors` the ring buffer, or the kept gradient, has these in place of a gradient. With
+    `hyper` the expert is updated by them, with `accumulate` the gradient is formed first, without
+    both the sum of its squares is computed.
+
     `parts` of a gradient, in outboxes, are added in their order, with `accumulate` to the kept one.
     `then` is called at the end.
     """
@@ -46,6 +60,7 @@ class Update:
     accumulate: bool = False
     use_kept: bool = False
     hyper: AdamHyper | None = None
+    factors: FactorRows | None = None
     parts: Sequence[GradientPart] = ()
     then: Callable[[], None] | None = None
 
@@ -264,6 +279,13 @@ class Updates:
                 kept = layout.weights(self._store.host(entry, Part.GRADS))
             if update.buffer is not None:
                 arrived = layout.weights(self.ring.buffers[update.buffer])
+            if update.factors is not None and not update.accumulate:
+                memory = arrived if kept is None else kept
+                assert memory is not None
+                self._use_factors(entry, memory, update.factors, update.hyper)
+                return
+            if update.factors is not None and kept is not None:
+                self._form(entry, kept, update.factors)
             if update.parts:
                 kept, arrived = self._add_parts(update, kept)
             if update.hyper is not None:
@@ -273,6 +295,29 @@ class Updates:
             elif kept is not None and arrived is not None:
                 total = accumulate_(kept, arrived, self._threads)
                 self._squares[entry.number] = total
+
+    def _use_factors(
+        self, entry: Entry, memory: Tensor, place: FactorRows, hyper: AdamHyper | None
+    ) -> None:
+        """Not measured: the products are no part of an update, and the cost model of CPU experts
+        counts them."""
+        factors, number = self._factors(memory, place), entry.number
+        if not place.is_measured:
+            self._squares[number] = square_of(factors, self._threads)
+        if hyper is not None and math.isfinite(self._squares[number].item()):
+            adamw_factored_(self._record(entry), factors, hyper, self._threads)
+
+    def _form(self, entry: Entry, kept: Tensor, place: FactorRows) -> None:
+        """Kept factors become the gradient."""
+        copied = self._factors(kept, place)
+        copied = copied._replace(memory=copied.memory.clone())
+        self._squares[entry.number] = form_gradient(copied, kept, self._threads)
+
+    def _factors(self, memory: Tensor, place: FactorRows) -> Factors:
+        shape = self._store.layout.shape
+        size = factor_row_bytes(shape, memory.dtype) // memory.itemsize
+        used = memory[place.first * size : (place.first + place.rows) * size]
+        return Factors(used, place.rows, shape)
 
     def _note(self, seconds: float) -> None:
         share = seconds / len(self._workers)  # they carry out as many at a time

@@ -168,10 +168,10 @@ def _too_small(model: ModelSizes, request: BudgetRequest, homes: int) -> BudgetE
     if homes:
         at_home = homes * _slot_bytes(model, request.keep_gradients is True)
         dense += f", gpu_experts={homes} {format_size(at_home)}"
+    what = "two experts with their gradients" if model.trains_experts else "experts and activations"
     return BudgetError(
-        f"--gpu-memory {format_size(request.gpu_memory)} is too small: {dense} and two experts "
-        f"with their gradients {format_size(_floor(model))}; give at least "
-        f"{format_size(need * 1.25, up=True)}"
+        f"--gpu-memory {format_size(request.gpu_memory)} is too small: {dense} and {what} "
+        f"{format_size(_floor(model))}; give at least {format_size(need * 1.25, up=True)}"
     )
 
 

@@ -52,12 +52,11 @@ def split(
     costs: SplitCosts,
     max_rows: int | None = None,
     uploaded: Collection[int] = (),
-    max_experts: int | None = None,
 ) -> frozenset[int]:
     """The experts that the CPU computes. `tokens` are the tokens of each expert. `resident` experts
     need no upload. Experts `uploaded` ahead for this pass stay on the device, and count for the
     link, which will upload as many for the next layer meanwhile. `max_rows` bounds the tokens of
-    the CPU, `max_experts` its experts."""
+    the CPU."""
     nothing: frozenset[int] = frozenset()
     every = [index for index, count in enumerate(tokens) if count]
     absent = [i for i in every if i not in resident and i not in uploaded]
@@ -67,15 +66,14 @@ def split(
     if costs.fixed >= _WORTH * idle:
         return nothing
     ranked = sorted(absent, key=lambda index: (tokens[index], index))
-    found, seconds = _cut(sums, ranked[:max_experts], max_rows)
+    found, seconds = _cut(sums, ranked, max_rows)
     if gpu >= uploads:
         # the GPU is the slowest: resident experts may move too, and a few large experts may use
         # the time better than many small ones
         movable = [index for index in every if index not in uploaded]
         largest = sorted(movable, key=lambda index: (-tokens[index], index))
         for order in (largest[::-1], largest):
-            limits = max_rows, max_experts
-            other, time = _pick(_Sums(tokens, resident, costs), order, *limits, idle)
+            other, time = _pick(_Sums(tokens, resident, costs), order, max_rows, idle)
             if time < seconds:
                 found, seconds = other, time
     return found if seconds < _WORTH * idle else nothing
@@ -126,14 +124,11 @@ def _pick(
     sums: _Sums,
     order: Sequence[int],
     max_rows: int | None,
-    max_experts: int | None,
     best_time: float,
 ) -> tuple[frozenset[int], float]:
     """Takes each expert in turn if that makes the pass faster than `best_time` and than before."""
     taken: set[int] = set()
     for index in order:
-        if len(taken) == max_experts:
-            break
         sums.move(index)
         fits = max_rows is None or sums.rows <= max_rows
         if fits and sums.seconds < best_time:

@@ -5,7 +5,7 @@ of keys and values, d width of a head.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -267,12 +267,15 @@ class PagedCache:
         """Gives the memory back."""
         self._layers, self._indexed = {}, {}
 
-    def allocate(self, n_layers: int, like_kd: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Allocates the memory of all layers as one, for keys and values of one shape."""
+    def allocate(
+        self, layers: Sequence[int], like_kd: Tensor
+    ) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """Allocates the memory of these layers as one, for keys and values of one shape."""
         with torch.inference_mode(False):
-            whole = like_kd.new_zeros(n_layers, 2, self._n_slots, *like_kd.shape)
-        self._layers = {layer: (keys, values) for layer, (keys, values) in enumerate(whole)}
-        return list(self._layers.values())
+            whole = like_kd.new_zeros(len(layers), 2, self._n_slots, *like_kd.shape)
+        pairs = ((keys, values) for keys, values in whole)
+        self._layers = dict(zip(layers, pairs, strict=True))
+        return self._layers
 
     def memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer, [slots, k, d], for such as these."""

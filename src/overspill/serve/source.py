@@ -107,12 +107,6 @@ def open_source(model: Any, budgets: Budgets, options: LLMOptions, block_size: i
                 f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
                 "overspill train; leave it out"
             )
-        if (quantize := options.quantize) is not None:
-            raise ConfigError(
-                f"quantize={quantize!r} (--quantize) is for checkpoints of Hugging Face, {path} is "
-                f"a run of overspill train; overspill export {path} OUT --quantize {quantize} "
-                "makes a quantized checkpoint of it"
-            )
         trained = read_trained(path)
         if dtype not in (None, "auto", trained.dtype, str(trained.dtype).removeprefix("torch.")):
             raise ConfigError(
@@ -122,7 +116,7 @@ def open_source(model: Any, budgets: Budgets, options: LLMOptions, block_size: i
         asked = _within(asked, trained.shape.max_seq)
         token_bytes = 2 * trained.shape.n_layers * trained.shape.d_model * trained.dtype.itemsize
         budgets, n_blocks = _reserve(budgets, asked, token_bytes)
-        run_model = load_trained(trained, budgets)
+        run_model = load_trained(trained, budgets, options.quantize)
         _use_all(run_model, budgets, asked.bytes(n_blocks, token_bytes))
         ends = trained.codec.ends
         return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)

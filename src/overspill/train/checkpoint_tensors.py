@@ -43,12 +43,9 @@ def _write_dense(
 
 
 def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
-    dense, layers = _names(model)
+    read_dense(path, model, engine)
+    _, layers = _names(model)
     with StreamReader(path, advice=_advice(path)) as reader:
-        _check_specs(path, reader, _model_specs(dense, layers, engine))
-        with torch.no_grad():
-            for name, value in dense.items():
-                local(value).copy_(part_of(reader.read(name), value))
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
 
         def fill(out: torch.Tensor) -> None:
@@ -60,6 +57,16 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
             engine.records.write_weights(expert, fill)
     for layer in range(engine.n_layers) if engine.can_train else ():
         engine.training.weights_loaded(layer)
+
+
+def read_dense(path: Path, model: torch.nn.Module, engine: Engine) -> None:
+    """Reads all but the experts, and checks that the file has these too."""
+    dense, layers = _names(model)
+    with StreamReader(path, advice=_advice(path)) as reader:
+        _check_specs(path, reader, _model_specs(dense, layers, engine))
+        with torch.no_grad():
+            for name, value in dense.items():
+                local(value).copy_(part_of(reader.read(name), value))
 
 
 def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -1,21 +1,31 @@
 """The model of a run, for inference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
+from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.json_text import parse_json
 from overspill.models.budgets import Budgets
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
-from overspill.models.offload import offload_within
+from overspill.models.huggingface.packed.quantized import (
+    build_format,
+    check_quantization,
+    pack_record,
+)
+from overspill.models.offload import move_experts, offload_within
 from overspill.models.presets import get_preset
+from overspill.moe.layer import MoE
+from overspill.tiers.safetensors_stream import StreamReader
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
-from overspill.train.checkpoint_tensors import read_model
+from overspill.train.checkpoint_tensors import read_dense, read_model
 from overspill.train.config import TrainConfig
 from overspill.train.run_folder import RunFolder
 from overspill.train.tokenizer import Tokenizer, load_tokenizer
@@ -131,7 +141,8 @@ def read_trained(run: Path) -> Trained:
     return Trained(path, shape, dtype, RunCodec(load_tokenizer(config.data.tokenizer)))
 
 
-def load_trained(trained: Trained, budgets: Budgets) -> Any:
+def load_trained(trained: Trained, budgets: Budgets, quantize: str | None = None) -> Any:
+    """The model of a run; with `quantize` its experts are packed while they are read."""
     model: Any = GPTMoE(
         trained.shape,
         checkpoint=False,
@@ -140,6 +151,47 @@ def load_trained(trained: Trained, budgets: Budgets) -> Any:
         dtype=trained.dtype,
     )
     model.requires_grad_(False).eval()
-    offload_within(model, budgets)
-    read_model(trained.path / "model.safetensors", model, model.overspill)
+    path = trained.path / "model.safetensors"
+    if quantize is None:
+        offload_within(model, budgets)
+        read_model(path, model, model.overspill)
+        return model
+    with StreamReader(path) as reader:
+        modules = model.named_modules()
+        layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, MoE)}
+        source = _QuantizedRun(reader, trained, [*layers], quantize)
+        move_experts(model, [*layers.values()], budgets, source=source)
+        read_dense(path, model, model.overspill)
     return model
+
+
+class _QuantizedRun:
+    """Experts of a run, which are packed as those of the checkpoint that export makes of it."""
+
+    def __init__(
+        self, reader: StreamReader, trained: Trained, layers: Sequence[str], quantize: str
+    ) -> None:
+        """`layers` are the names of modules with experts."""
+        check_quantization(quantize)
+        config = trained.shape
+        self._reader, self._layers = reader, layers
+        self._shape = shape = ExpertShape(config.d_model, config.d_hidden, config.gated)
+        dtypes = [trained.dtype] * len(shape.sizes)
+        names = self._names(ExpertId(0, 0))
+        self.format = build_format(shape, quantize, shape.gated, dtypes, names)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of one expert in two dtypes, and of its packed tensors."""
+        return 8 * self._shape.numel + self.format.nbytes
+
+    def _names(self, expert: ExpertId) -> list[str]:
+        return [f"{self._layers[expert.layer]}.{part}" for part in ("w_in", "w_out")]
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        names, tensors = self._names(expert), []
+        for name, size in zip(names, self._shape.sizes, strict=True):
+            part = torch.empty(size, dtype=self._reader.specs[name].dtype)
+            self._reader.read_piece(name, expert.index * part.numel(), part)
+            tensors.append(part.float())
+        pack_record(self.format, tensors, names, record)

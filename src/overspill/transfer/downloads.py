@@ -14,23 +14,33 @@ class GradientRing:
     """Pinned buffers for gradients that go straight into an update.
 
     `take` blocks while all are in use: a slow optimizer slows down a fast backward instead of
-    filling the memory.
+    filling the memory. What is in a buffer may have several users, each of which gives it back.
     """
 
     def __init__(self, store: ExpertStore, buffers: HostSlab) -> None:
         self._store = store
         self.buffers = buffers
         self._free = list(range(len(buffers)))
+        self._users = [0] * len(buffers)
 
     def take(self) -> int:
         with self._store.lock:
             self._store.wait(lambda: bool(self._free), "a gradient buffer (update threads)")
-            return self._free.pop()
+            index = self._free.pop()
+            self._users[index] = 1
+            return index
+
+    def share(self, index: int) -> None:
+        """One user more, by one of the others."""
+        with self._store.lock:
+            self._users[index] += 1
 
     def give(self, index: int) -> None:
         with self._store.lock:
-            self._free.append(index)
-            self._store.wake_main()
+            self._users[index] -= 1
+            if not self._users[index]:
+                self._free.append(index)
+                self._store.wake_main()
 
     def reset(self) -> None:
         """No copy and no update is pending: every buffer is free."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from overspill.compute.activation import Function
 from overspill.compute.decode import constants
 from tests.compute.decode.near import assert_near, needs_triton, random
 from tests.compute.test_grouped_triton import FP32, every_device, every_dtype
@@ -37,6 +38,17 @@ def test_rows_are_multiplied_by_a_matrix(
     wide = linear(x, w, b, FP32)
     assert wide.dtype is FP32
     assert_near(wide, expected, FP32)
+    assert torch.equal(linear(x, w, b, function=Function.RELU), out.relu())
+
+
+@every_device
+@every_dtype
+def test_inputs_may_be_gated_and_have_a_share(linear: Any, dtype: torch.dtype, device: str) -> None:
+    x, w = random(2, 2 * 20 + 1, dtype=dtype, device=device), random(7, 20, dtype=dtype)
+    w = w.to(device)
+    gate, up, share = x.double().split((20, 20, 1), 1)
+    expected = F.linear(F.silu(gate) * up, w.double()) * share.sigmoid()
+    assert_near(linear(x, w, gate=Function.SILU), expected, dtype, roundings=2)
 
 
 @every_device

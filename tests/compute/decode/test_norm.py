@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.compute.decode.near import NAN, assert_near, needs_triton, random, rms_norm
 from tests.compute.test_grouped_triton import FP32, every_device, every_dtype
@@ -30,13 +31,25 @@ def test_parts_are_added_to_the_residual_before_its_norm(
     before = residual.double()
     # what experts add is float32
     parts = [random(3, width, dtype=d, device=device) for d in (FP32, dtype)][:n_parts]
-    weight = random(width, dtype=dtype, device=device)
-    out = add_norm(residual, parts, weight, 1e-5)
+    weight, shift = random(width, dtype=dtype, device=device), float(n_parts)
+    out = add_norm(residual, parts, weight, 1e-5, shift=shift)
     assert out.dtype is residual.dtype is dtype
     assert_near(residual, before + sum(part.double() for part in parts), dtype)
     if not parts:
         assert torch.equal(residual.double(), before)
-    assert_near(out, rms_norm(residual, weight, 1e-5), dtype)
+    assert_near(out, rms_norm(residual, weight.double() + shift, 1e-5), dtype)
+
+
+@every_device
+@every_dtype
+def test_layer_norms_are_scaled(add_norm: Any, dtype: torch.dtype, device: str) -> None:
+    residual, part, weight, bias = (
+        random(*shape, dtype=dtype, device=device) for shape in ((3, 20), (3, 20), (20,), (20,))
+    )
+    residual += 3  # the mean is subtracted
+    out = add_norm(residual, [part], weight, 1e-5, bias_D=bias, scale=0.3)
+    norm = F.layer_norm(residual.double(), (20,), weight.double(), bias.double(), 1e-5)
+    assert_near(out, norm * 0.3, dtype)
 
 
 @every_device

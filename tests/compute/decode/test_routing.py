@@ -58,12 +58,14 @@ def route(
     x: Tensor,
     buffers: Any = None,
     real: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Any]:
     """The ids, and what else the kernel gives."""
     ids = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
     if real is None:
         real = torch.ones(len(x), dtype=torch.int64, device=x.device)
-    got = routing.route(logits, top_k, softmax_first, normalize, table, real, x, ids, buffers)
+    choice = top_k, softmax_first, normalize
+    got = routing.route(logits, *choice, table, real, x, ids, buffers, scale=scale)
     return ids.long(), got
 
 
@@ -111,8 +113,11 @@ def test_experts_that_are_not_on_the_device_are_listed_with_their_token_rows(
     logits[1, 1] = 4.0
     x = random(3, width, dtype=dtype, device=device)
     buffers = miss_buffers(4, top_k, width, dtype, device)
-    found, got = route(routing, logits, top_k, softmax_first, normalize, table, x, buffers)
+    found, got = route(
+        routing, logits, top_k, softmax_first, normalize, table, x, buffers, scale=0.8
+    )
     ids, weights = chosen(logits, top_k, softmax_first, normalize)
+    weights = weights * 0.8
     assert ids.tolist() == [[0, 1, 2], [4, 1, 2], [0, 3, 2]]
     assert torch.equal(found, ids)
     assert torch.equal(got.offsets, table[ids])

@@ -119,8 +119,8 @@ def test_a_stage_that_does_not_fit_is_told_once(
         assert not warnings(), "a single micro-batch needs each expert once"
         assert max(uploads_of_step(twin, stages, 1.0, micro_batches(COUNT)).values()) > 2
     (warning,) = warnings()
-    assert "the experts of 2 of 2 stages do not fit in the GPU's slots" in warning
-    assert "; give more stages, or more slots or GPU memory" in warning
+    assert "the experts of 2 of 2 stages do not fit in the slots on " in warning
+    assert "; give more stages, or more slots or --gpu-memory" in warning
 
 
 def test_more_stages_than_blocks_are_not_advised(
@@ -130,7 +130,7 @@ def test_more_stages_than_blocks_are_not_advised(
         stages = overspill.Stages(twin, len(twin.model.layers))
         uploads_of_step(twin, stages, 1.0, micro_batches(COUNT))
     (warning,) = warnings()
-    assert "; give more slots or GPU memory" in warning
+    assert "; give more slots or --gpu-memory" in warning
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from overspill.core.experts import ExpertShape, Phase
 from overspill.hardware.profile import Curve, ExpertCosts
 from overspill.moe.settings import CpuPolicy
-from overspill.moe.streaming.cpu_split import CpuSplit, OnDevice
+from overspill.moe.streaming.cpu_split import CpuSplit, OnDevice, RowLimits
 from overspill.moe.streaming.step_cursor import StepCursor
 from tests.moe.streaming.policies import all_on_cpu
 
@@ -40,11 +40,11 @@ MEASURED = COSTS.cpu_beside * COSTS.cpu_forward(8)
 class Owing:
     """An optimizer that needs the cores for some seconds of each pass."""
 
-    most: int | None = None
+    limits: RowLimits | None = None
     owed: float = 0.0
 
-    def max_formed(self) -> int | None:
-        return self.most
+    def row_limits(self) -> RowLimits | None:
+        return self.limits
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
         return self.owed
@@ -294,7 +294,7 @@ def test_updates_that_the_cores_owe_count() -> None:
 def test_the_cpu_forms_no_more_gradients_than_there_is_memory_for(
     most: int, policy: CpuPolicy | None
 ) -> None:
-    split = Split(policy=policy, optimizer=Owing(most))
+    split = Split(policy=policy, optimizer=Owing(RowLimits(8, 8 * most)))
     before = split.enter(training=True)
     assert len(before) > most, "a forward forms none"
     chosen = split.enter(phase=B, before=before, need_dw=True, training=True)

@@ -1,6 +1,7 @@
 """Decoding steps of encoder-decoders in Triton's interpreter: logits are those of transformers, in
 every mode and place of experts."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,7 +97,7 @@ def decoding(
     ("name", "mode"), slow_rows([(name, mode) for mode in MODES for name in FAMILIES], 3, 4)
 )
 def test_logits_are_those_of_transformers(
-    name: str, mode: str, tmp_path: Path, module_steps: list[int]
+    name: str, mode: str, tmp_path: Path, steps: list[int]
 ) -> None:
     with decoding(
         plain_model(name, **FEW_HEADS[name]), tmp_path, "host", slots=2, mode=mode
@@ -105,12 +106,12 @@ def test_logits_are_those_of_transformers(
             made.step()
         for _ in range(2):
             made.step()
-    assert module_steps == [2, 2]
+    assert steps == [2, 2]
 
 
 @pytest.mark.parametrize("name", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
 def test_a_learned_predictor_names_experts_of_the_decoder(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module_steps: list[int]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[int]
 ) -> None:
     """It learns from both stacks, and predicts none by the other."""
     monkeypatch.setattr("overspill.models.predictor.cache_folder", lambda: tmp_path)
@@ -148,7 +149,7 @@ def test_a_learned_predictor_names_experts_of_the_decoder(
     encoder, decoder = range(border), range(border, engine.n_layers)
     assert {*learned} == {encoder, decoder}
     assert compared == list(decoder)[1:]
-    assert module_steps == [1]
+    assert steps == [1]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_routing_that_is_replaced_is_followed(
     name: str,
     kind: type[InTurn],
     tmp_path: Path,
-    module_steps: list[int],
+    steps: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Logits are those of the modules with the same routing, and what is copied ahead is what
@@ -245,7 +246,7 @@ def test_routing_that_is_replaced_is_followed(
                 made.runner.close()
                 logits.append(computed)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=5e-4)
-    assert module_steps == [2, 2]
+    assert steps == [2, 2]
     last = model.overspill.n_layers - 1
     assert [each.layer for each in announced] == [last - 1, last] * 2
     for layer, ids in announced:
@@ -253,10 +254,62 @@ def test_routing_that_is_replaced_is_followed(
         assert torch.equal(ids.long(), source(layer, 2, CPU))
 
 
-def test_a_decoder_without_experts(tmp_path: Path, module_steps: list[int]) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_changed_model_is_computed_by_its_modules(
+    name: str, tmp_path: Path, steps: list[int], module_steps: list[int]
+) -> None:
+    class Own(torch.nn.Linear):
+        pass
+
+    plain = plain_model(name, **FEW_HEADS[name])
+    with offloaded(plain, "host", tmp_path) as model:
+        model.lm_head.__class__ = Own
+        made = Decoding(plain, model, n=1, slots=2)
+        while any(request.pending > 1 for request in made.requests):
+            made.step()
+        made.step()
+        made.runner.close()
+    assert (steps, module_steps) == ([], [1])
+
+
+@pytest.mark.parametrize("name", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
+def test_errors_in_bf16_are_at_most_twice_those_of_transformers(
+    name: str, tmp_path: Path, steps: list[int]
+) -> None:
+    """Experts of the next layer are named by its own gate."""
+    options = {**DEEP[name], **FEW_HEADS[name]}
+    plain = copy.deepcopy(plain_model(name, **options)).bfloat16()
+    exact = copy.deepcopy(plain).double()
+    for module in exact.modules():
+        if hasattr(module, "router_ignore_padding_tokens"):
+            module.dtype = torch.float64
+    errors: list[tuple[float, float]] = []
+    with decoding(plain, tmp_path, "host", n=1, mode="lookahead") as made:
+
+        def compare(requests: Sequence[Request], logits: Tensor) -> None:
+            for request, row in zip(requests, logits, strict=True):
+                given = {
+                    "input_ids": torch.tensor([request.source]),
+                    "decoder_input_ids": torch.tensor([request.tokens]),
+                }
+                with torch.no_grad():
+                    right, eager = (m(**given).logits[0, -1] for m in (exact, plain))
+                errors.append(
+                    tuple(float((each - right).abs().mean()) for each in (row, eager))  # type: ignore[arg-type]
+                )
+
+        made.check = compare  # type: ignore[method-assign]
+        for _ in range(3):
+            made.step()
+    mine, eager = (sum(each) for each in zip(*errors[1:], strict=True))
+    assert mine <= 2 * eager
+    assert steps == [1, 1]
+
+
+def test_a_decoder_without_experts(tmp_path: Path, steps: list[int]) -> None:
     """All experts are in the encoder."""
     options = {**FEW_HEADS["nllb-moe"], **DEEP["nllb-moe"], "decoder_sparse_step": 0}
     with decoding(plain_model("nllb-moe", **options), tmp_path, "host") as made:
         for _ in range(3):
             made.step()
-    assert module_steps == [2, 2]
+    assert steps == [2, 2]

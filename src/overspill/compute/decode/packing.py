@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.activation import Form, Function
-from overspill.compute.codes_triton import Matrix, Planes, is_supported, matrix_of, planes_of
+from overspill.compute.codes_triton import (
+    Matrix,
+    Planes,
+    is_supported,
+    matrix_of,
+    planes_of,
+    stored_scales,
+    words_of_units,
+    zeros_of_words,
+)
 from overspill.compute.record_format import CODES, Piece, RecordFormat
 
 
@@ -98,3 +107,28 @@ def by_places(column, MATRIX: tl.constexpr):
     each int32, which are then neighbours."""
     each: tl.constexpr = 32 // MATRIX.bits
     return column % each * (MATRIX.columns // each) + column // each
+
+
+@triton.jit
+def load_units(codes, scales, offset, row, unit, there, inside, MATRIX: tl.constexpr):
+    """The codes [rows, units, unit] and the stored scales [rows, units] of some units, each of a
+    record of its own."""
+    words: tl.constexpr = MATRIX.columns * MATRIX.bits // 32
+    word = words_of_units(unit, MATRIX)
+    mask = there[:, None] & inside[None, :]
+    own = mask[:, :, None]
+    if words % MATRIX.unit != 0:
+        own = own & (word < words)
+    at = MATRIX.codes // 4 + row[:, None, None] * words + word
+    w = tl.load(at_record(codes, offset)[None, :, None] + at, mask=own, other=0)
+    group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
+    from_scales = at_record(scales, offset)[None, :]
+    return w, stored_scales(from_scales, row[:, None], group, mask, MATRIX)
+
+
+@triton.jit
+def unit_zeros(zeros, offset, row, unit, there, inside, MATRIX: tl.constexpr):
+    """The codes that stand for zero in some units."""
+    group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
+    mask = there[:, None] & inside[None, :]
+    return zeros_of_words(at_record(zeros, offset)[None, :], row[:, None], group, mask, MATRIX)

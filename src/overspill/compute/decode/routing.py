@@ -42,17 +42,18 @@ def route(
     ids_BK: Tensor,
     misses: MissBuffers | None = None,
     given: bool = False,
+    scale: float = 1.0,
 ) -> Routed:
-    """Chooses experts, writes their ids to `ids_BK` and looks up where they are. With `given` the
-    ids are there already, and only the weights are those of the chosen ones. With `misses`,
-    those that are not on the device are written there with their token rows: -1 stands for an
-    expert that is on the device. Rows that are not real have no experts."""
+    """Chooses experts, writes their ids to `ids_BK` and looks up where they are; `scale` multiplies
+    their weights. With `given` the ids are there already, and only the weights are those of the
+    chosen ones. With `misses`, those that are not on the device are written there with their token
+    rows: -1 stands for an expert that is on the device. Rows that are not real have no experts."""
     n_experts, width = logits_BE.shape[1], x_BD.shape[1]
     weights = torch.empty(len(x_BD), top_k, dtype=torch.float32, device=x_BD.device)
     offsets, missed, to = _found(weights, ids_BK, misses)
     _route_kernel[(len(x_BD),)](
-        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, top_k,
-        power(top_k), power(n_experts), power(width), softmax_first, normalize,
+        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, scale,
+        top_k, power(top_k), power(n_experts), power(width), softmax_first, normalize,
         misses is not None, given, num_warps=1, **early(x_BD.device),
     )  # fmt: skip
     return Routed(weights, offsets, missed)
@@ -100,7 +101,7 @@ def _found(
 @triton.jit
 def _route_kernel(
     logits, table, is_real, x, ids, weights, offsets, missed, host_experts, host_weights, host_x,
-    host_count, host_rows, n_experts, width, TOP_K: tl.constexpr, KS: tl.constexpr,
+    host_count, host_rows, n_experts, width, scale, TOP_K: tl.constexpr, KS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
     MISSES: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -127,6 +128,7 @@ def _route_kernel(
         value = tl.exp(value - tl.max(value, 0))
     if NORMALIZE or not SOFTMAX_FIRST:
         value = value / tl.sum(tl.where(real, value, 0.0), 0)
+    value *= scale
     to = batch * TOP_K + ks
     if GIVEN:
         chosen = tl.load(ids + to, mask=real, other=0)

@@ -98,6 +98,12 @@ class RecurrentStates:
         rows = torch.arange(len(slots_B), device=slots_B.device)[:, None]
         self._groups = [_Group(rows, slots_B, False)]
 
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """The inputs of a module's convolution and its recurrent states, of each slot; a pass of
+        several tokens has been computed before."""
+        states = self._memory[module]
+        return states["conv", 0], states["recurrent", 0]
+
     def save(self, slots_B: Tensor) -> list[Tensor]:
         """Copies of the states of these slots."""
         return [each[slots_B] for each in self._every()]

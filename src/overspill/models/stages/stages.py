@@ -179,10 +179,11 @@ class Stages:
             self._warned = True
             divisible = any(len(stage.blocks) > 1 for stage in large)
             _log.warning(
-                "the experts of %d of %d stages do not fit in the GPU's slots at once, and are "
-                "uploaded for each micro-batch; give %smore slots or GPU memory",
+                "the experts of %d of %d stages do not fit in the slots on %s at once, and are "
+                "uploaded for each micro-batch; give %smore slots or --gpu-memory",
                 len(large),
                 len(self._stages),
+                self._engine.device,
                 "more stages, or " if divisible else "",
             )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overspill.compute.activation import Form, form_of
-from overspill.compute.cpu_kernel import BackwardRows, ExpertRows, WeightGradient
+from overspill.compute.cpu_kernel import BackwardRows, ExpertRows, GradientKind, WeightGradient
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
@@ -310,11 +310,16 @@ class CpuExperts:
                 self._note(job, (end - start) / 1e9)
 
     def _note(self, job: CpuJob, seconds: float) -> None:
-        counts = [stop - start for start, stop in job.places.values()]
+        counts: list[int] = []
+        factored: list[int] = []
+        for position, (start, stop) in job.places.items():
+            gradient = job.gradients.get(position)
+            is_factored = gradient is not None and gradient.kind is GradientKind.FACTORED
+            (factored if is_factored else counts).append(stop - start)
         job.seconds = seconds
         before, self._last_finished = self._last_finished, job
         need_dw = bool(job.gradients)
-        self._split.note_job(job.phase, counts, seconds, need_dw)
+        self._split.note_job(job.phase, counts, seconds, need_dw, factored)
         if before is not None and job.follows(before):
             # the stream has passed all of these points: it wrote this job's rows after them
             assert before.sent is not None

@@ -35,11 +35,18 @@ class OnDevice(NamedTuple):
     uploaded: set[int]  # uploaded for the next pass
 
 
+class RowLimits(NamedTuple):
+    """Token rows of which the CPU may make weight gradients in a backward."""
+
+    of_expert: int
+    of_pass: int
+
+
 class Optimizer(Protocol):
     """What the split needs to know of the optimizer of experts, which works on the same cores."""
 
-    def max_formed(self) -> int | None:
-        """How many experts of a backward may get their weight gradients from the CPU; None: all."""
+    def row_limits(self) -> RowLimits | None:
+        """None: there are none."""
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
         """How long all cores update experts during a pass through a layer."""
@@ -140,24 +147,33 @@ class CpuSplit:
         self, layer: int, counts: Sequence[int], kind: _Kind, before: frozenset[int]
     ) -> frozenset[int]:
         present = self._on_device(layer)
-        limit = self._max_rows_per_expert(kind.phase)
-        max_experts = None
-        if kind.need_dw and self._optimizer is not None:
-            max_experts = self._optimizer.max_formed()
+        limit, max_rows = self._limits(kind)
         if self._policy is not None:
-            chosen = [p for p in self._policy(counts, kind.phase) if 0 < counts[p] <= limit]
-            fits = sum(counts[p] for p in chosen) <= self._max_rows
-            return frozenset(sorted(chosen)[:max_experts]) if fits else frozenset()
+            chosen = []
+            for position in sorted(self._policy(counts, kind.phase)):
+                if 0 < counts[position] <= min(limit, max_rows):
+                    chosen.append(position)
+                    max_rows -= counts[position]
+            return frozenset(chosen)
         costs = self._costs_of(layer, kind)
         # an expert with too many rows for the CPU's kernel counts as uploaded
         fixed = present.uploaded | {p for p, count in enumerate(counts) if count > limit}
-        best = split(counts, present.resident, costs, self._max_rows, fixed, max_experts)
+        best = split(counts, present.resident, costs, max_rows, fixed)
         if not best or not before or before == best or not before.isdisjoint(fixed):
             return best
-        if max_experts is not None and len(before) > max_experts:
+        if sum(counts[position] for position in before) > max_rows:
             return best
         times = [pass_time(counts, present.resident, on_cpu, costs) for on_cpu in (before, best)]
         return before if times[0] <= _AS_GOOD * times[1] else best
+
+    def _limits(self, kind: _Kind) -> RowLimits:
+        """Of what a pass computes on the CPU."""
+        limits = RowLimits(self._max_rows_per_expert(kind.phase), self._max_rows)
+        if kind.need_dw and self._optimizer is not None:
+            others = self._optimizer.row_limits()
+            if others is not None:
+                return RowLimits(*map(min, limits, others))
+        return limits
 
     def is_small(self, counts: Sequence[int], phase: Phase) -> bool:
         """Whether these token rows take the GPU less time than an upload, beyond the launches: then
@@ -217,14 +233,21 @@ class CpuSplit:
         self._gaps[kind] = before + _LEARNING_RATE * (seconds - before)
 
     def note_job(
-        self, phase: Phase, counts: Sequence[int], seconds: float, need_dw: bool = False
+        self,
+        phase: Phase,
+        counts: Sequence[int],
+        seconds: float,
+        need_dw: bool = False,
+        factored: Sequence[int] = (),
     ) -> None:
         """How long the CPU took for experts with these token rows: the profile was measured on idle
-        cores."""
+        cores. `factored` are those of experts whose weight gradients are formed in their updates,
+        on the same cores: the job does not include it, the costs do."""
         if self.costs is None:
             return
         kind = _Kind(phase, need_dw)
         expected = sum(map(self._measured(kind).cpu, counts))
+        expected += sum(map(self._measured(_Kind(phase)).cpu, factored))
         pace = min(_SLOWEST_PACE, seconds / expected)
         before = self._paces.get(kind, 1.0)
         self._paces[kind] = before + _LEARNING_RATE * (pace - before)

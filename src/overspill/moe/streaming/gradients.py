@@ -3,7 +3,6 @@ update, or into the expert's own host slot, where they wait for more or for the 
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.layer_pass import Wave
 from overspill.moe.settings import Settings
+from overspill.moe.streaming.cpu_split import RowLimits
 from overspill.moe.streaming.device_gradients import DeviceGradients
+from overspill.moe.streaming.formed_gradients import FormedGradients
 from overspill.moe.streaming.gradient_copies import Gradient, GradientCopies
 from overspill.moe.streaming.shared_gradients import SharedGradients
 from overspill.moe.streaming.step_cursor import StepCursor
@@ -31,13 +32,6 @@ from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, recor
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
-
-
-class _Placed(NamedTuple):
-    """An expert whose gradient the CPU forms: in a ring buffer, or in its host slot."""
-
-    entry: Entry
-    buffer: int | None
 
 
 class StreamingGradients:
@@ -63,7 +57,6 @@ class StreamingGradients:
         `end_cpu_job` until the CPU computes no experts. Ranks that compute experts of each other
         have `outboxes`."""
         self._store = store
-        self._end_cpu_job = end_cpu_job
         self.wait_readers = wait_readers
         self._cursor = cursor
         self._placement = placement
@@ -84,8 +77,7 @@ class StreamingGradients:
         self.on_device = DeviceGradients(store.layout, device)
         # experts whose host slot holds part of this step's gradient, and when it has arrived
         self._kept: dict[int, StreamEvent] = {}
-        self._placed: list[_Placed] = []  # gradients that the CPU forms, in the running backward
-        self._formed = COMPLETED  # when the last ones are complete
+        self._formed = FormedGradients(store, self._copies, self._kept, end_cpu_job)
         # whether a gradient was not finite that was or will be added to others, if there was one
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_added = False
@@ -168,18 +160,12 @@ class StreamingGradients:
                 self._finish(finished)
         self._finish(finished)
 
-    # -- gradients that the CPU forms ---------------------------------------------------------
+    # -- gradients that the CPU makes ---------------------------------------------------------
 
-    @property
-    def _has_slots(self) -> bool:
-        """Whether the gradient of each expert has memory of its own."""
-        return Part.GRADS in self._store.memory.slabs
-
-    def max_formed(self, updates: bool) -> int | None:
-        """Of how many experts of one backward the CPU may form the gradients; None: of all. Where
-        they have no memory of their own they are formed in ring buffers, of which those that the
-        device computes need some meanwhile."""
-        return self._copies.ring_size // 2 if updates and not self._has_slots else None
+    def row_limits(self, updates: bool) -> RowLimits | None:
+        """Token rows of which the CPU may make weight gradients in one backward; None: any.
+        `updates`: they will complete the step's gradient, and experts may be updated then."""
+        return self._formed.limits(updates)
 
     @property
     def update_seconds(self) -> float:
@@ -187,49 +173,29 @@ class StreamingGradients:
         return self._copies.update_seconds
 
     def place(
-        self, layer: int, positions: Sequence[int], updates: bool, more: bool
+        self, layer: int, rows: Mapping[int, int], updates: bool, more: bool
     ) -> dict[int, WeightGradient]:
         """Blocks until nothing else uses the memory, which is rarely necessary."""
-        entries = {position: self._store.at(layer, position) for position in positions}
+        entries = {position: self._store.at(layer, position) for position in rows}
         if not more:
             self._leave_device({entry.number for entry in entries.values()})
         if not updates:
             self._allocate_kept()
-        return {position: self._place(entry) for position, entry in entries.items()}
-
-    def _place(self, entry: Entry) -> WeightGradient:
-        buffer, updates = None, self._copies.updates
-        is_kept = entry.number in self._kept
-        if self._has_slots:
-            if is_kept:
-                self._kept[entry.number].wait()
-                updates.wait_for(entry)  # others may still be added to it
-            memory = self._store.host(entry, Part.GRADS)
-        else:
-            buffer = updates.ring.take()
-            memory = updates.ring.buffers[buffer]
-        self._placed.append(_Placed(entry, buffer))
-        square = self._copies.squares[entry.number : entry.number + 1]
-        return WeightGradient(self._store.layout.weights(memory), square, is_kept)
+        return self._formed.place(entries, rows)
 
     def add_formed(self, end: StreamEvent, hyper: AdamHyper | None) -> None:
-        self._formed = end
-        placed, self._placed = self._placed, []
-        for entry, buffer in placed:
+        placed = self._formed.take(end)
+        for entry, buffer, factors in placed:
             if hyper is None:
                 self._kept[entry.number] = end
-            else:
-                in_slot = buffer is None
-                self._submit(Update(entry, end, buffer, use_kept=in_slot, hyper=hyper))
-                self._kept.pop(entry.number, None)  # it is used now
-        self._finish([self._store.position(entry) for entry, _ in placed])
-
-    def _drop_placed(self) -> None:
-        self._end_cpu_job()  # it must not write later
-        for _, buffer in self._placed:
+                continue
             if buffer is not None:
-                self._copies.updates.ring.give(buffer)
-        self._placed.clear()
+                self._submit(Update(entry, end, buffer, factors=factors, hyper=hyper))
+            else:
+                self._kept[entry.number] = end
+                self._update(entry, hyper)
+            self._kept.pop(entry.number, None)  # it is used now
+        self._finish([self._store.position(entry) for entry, _, _ in placed])
 
     # -- gradients that other ranks compute ---------------------------------------------------
 
@@ -251,6 +217,7 @@ class StreamingGradients:
 
     def _take_kept(self, entry: Entry) -> StreamEvent | None:
         self._leave_device({entry.number})
+        self._formed.form([entry.number])
         return self._kept.pop(entry.number, None)
 
     def _finish(self, positions: list[int]) -> None:
@@ -272,13 +239,16 @@ class StreamingGradients:
         kept = entry.number in self._kept
         if hyper is not None:
             buffer, arrived = self._copies.to_ring(gradient, kept)
-            self._submit(Update(entry, arrived, buffer, accumulate=kept, hyper=hyper))
+            factors = self._formed.take_factors(entry.number)
+            self._submit(Update(entry, arrived, buffer, kept, hyper=hyper, factors=factors))
             self._kept.pop(entry.number, None)  # it is used now
             return
         self._allocate_kept()
         if kept:
             buffer, arrived = self._copies.to_ring(gradient, kept)
-            self._copies.updates.submit(Update(entry, arrived, buffer, accumulate=True))
+            factors = self._formed.take_factors(entry.number)
+            update = Update(entry, arrived, buffer, accumulate=True, factors=factors)
+            self._copies.updates.submit(update)
         else:
             arrived = self._copies.to_host_slot(gradient)
         self._kept[entry.number] = arrived
@@ -303,8 +273,9 @@ class StreamingGradients:
     def _update(self, entry: Entry, hyper: AdamHyper) -> None:
         """Updates an expert with its kept gradient, or by decay."""
         arrived = self._kept.get(entry.number)
-        kept = arrived is not None
-        self._submit(Update(entry, arrived or COMPLETED, use_kept=kept, hyper=hyper))
+        kept, factors = arrived is not None, self._formed.take_factors(entry.number)
+        update = Update(entry, arrived or COMPLETED, use_kept=kept, hyper=hyper, factors=factors)
+        self._submit(update)
 
     def _submit(self, update: Update) -> None:
         self._has_updated = True
@@ -318,12 +289,14 @@ class StreamingGradients:
     def squares(self) -> dict[int, float]:
         """Sum of squares of each kept gradient; waits for them."""
         self._leave_device(range(len(self._store.entries)))
+        self._formed.measure()
         self._settle()
         kept = sorted(self._kept)
         return dict(zip(kept, self._copies.squares[kept].tolist(), strict=True))
 
     def kept(self) -> Collection[int]:
         self._leave_device(range(len(self._store.entries)))
+        self._formed.form(self._kept.keys())
         self._settle()
         return self._kept.keys()
 
@@ -373,7 +346,7 @@ class StreamingGradients:
     def discard(self, layer: int | None = None) -> None:
         store = self._store
         store.wake_all()  # an interrupt may have come before a thread was woken
-        self._drop_placed()
+        self._formed.drop_placed()
         self.wait()  # a gradient that is being accumulated must not come later
         dropped = store.entries if layer is None else store.layer_entries(layer)
         numbers = {entry.number for entry in dropped}
@@ -386,6 +359,7 @@ class StreamingGradients:
         self._copies.squares[sorted(numbers)] = 0.0
         for number in self._kept.keys() & numbers:
             del self._kept[number]
+        self._formed.discard(numbers)
         self.on_device.discard(numbers)
         self._shared.forget()  # all have arrived
         self.of_homes.discard(numbers)  # also if a new optimizer keeps none there

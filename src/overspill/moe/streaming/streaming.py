@@ -14,6 +14,7 @@ from overspill.hardware.profile import ExpertCosts
 from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.compute import StreamingCompute
+from overspill.moe.streaming.cpu_split import RowLimits
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
@@ -83,8 +84,10 @@ class Streaming:
 
     # -- the optimizer, as `CpuSplit` sees it -------------------------------------------------
 
-    def max_formed(self) -> int | None:
-        return 0 if self.gradients is None else self.gradients.max_formed(self._updates_at_once())
+    def row_limits(self) -> RowLimits | None:
+        if self.gradients is None:
+            return RowLimits(0, 0)
+        return self.gradients.row_limits(self._updates_at_once())
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
         """In forward, pending updates of the layer; in backward those that follow from it."""

@@ -31,6 +31,7 @@ from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.module_step import ModuleStep, can_step
 from overspill.serve.decode.rates import read_rates
+from overspill.serve.decode.seq2seq import read_seq2seq_decoder
 from overspill.serve.decode.step import Batch, Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
@@ -86,11 +87,14 @@ class Decode:
         self._policy = CACHE_POLICIES[options.cache_policy]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
-            self._decoder = read_decoder(model, context)
+            self._decoder = (
+                read_decoder(model, context) if seq2seq is None else read_seq2seq_decoder(model)
+            )
             if self._decoder is not None:
-                first = self._decoder.layers[0].attention
+                attentions = self._decoder.attentions
+                first = next(iter(attentions.values()))
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
-                self._memory = cache.allocate(len(self._decoder.layers), like)
+                self._memory = cache.allocate([*attentions], like)
         if options.mode == "lookahead" and self._decoder is None and not options.learns:
             raise ConfigError(
                 f"mode='lookahead' is not for {type(model).__name__}: its routers are not known; "
@@ -214,7 +218,7 @@ class Decode:
             else:
                 size = self._cache.block_size
                 args = self._decoder, self._table, self._memory, size, missing, self._mode
-                step = DecodeStep(*args, predictor)
+                step = DecodeStep(*args, predictor, self._states)
             limits = self._max_batch, self._max_blocks, self._cache.spare_block
             call = partial(_compute, step, missing)
             source_blocks = 0 if self._seq2seq is None else self._max_blocks
@@ -345,7 +349,7 @@ class Decode:
             if self._observer.predictor.learned_tokens != self._n_learned:
                 save_predictor(self._model, self._observer.predictor)
         self._graphs.clear()
-        self._memory = []
+        self._memory = {}
         self._release_homes()
         if self._experts is not None:
             self._experts.close()

@@ -1,6 +1,6 @@
 """One decoding step of the common decoder structure: a token of each sequence of a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,17 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overspill.compute.activation import Form, activate_torch
 from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import linear
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
+from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.moe.predictor import Predictor
 from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import Auto, Mode
-from overspill.serve.decode.structure import Attention, Decoder, Experts, Norm
+from overspill.serve.decode.structure import (
+    Attention,
+    Decoder,
+    Dense,
+    Experts,
+    Layer,
+    LinearAttention,
+    Norm,
+)
 from overspill.serve.decode.table import ExpertTable
 from overspill.serve.sampling import Chosen
 
@@ -70,18 +81,21 @@ class DecodeStep:
         self,
         decoder: Decoder,
         table: ExpertTable,
-        cache: Sequence[KeysValues],
+        cache: Mapping[int, KeysValues],
         block_size: int,
         missing: MissingExperts | None = None,
         mode: Mode | None = None,
         predictor: Predictor | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
-        """`cache` has the keys and values of each layer; `missing` gives experts that are not on
+        """`cache` has the keys and values of each layer, `states` those of layers with linear
+        attention; `missing` gives experts that are not on
         the device, as `mode` wants it. Where a mode wants to know experts of later layers,
         `predictor` names them, or copies of their gates."""
         self.decoder = decoder
         self.table = table
         self._cache = cache
+        self._states = states
         self._block_size = block_size
         self._missing = missing
         self._mode = mode or Auto(on_cpu=True)
@@ -92,43 +106,82 @@ class DecodeStep:
     def __call__(self, batch: Batch) -> Computed:
         """The logits after these tokens, the last of their sequences."""
         decoder = self.decoder
-        residual = F.embedding(batch.tokens, decoder.embedding)
+        residual = self._embed(batch)
         fed, ids = Fed([]), batch.ids
         if ids is None:
             ids = self._new_ids(len(residual))
         routing = _Routing(self, batch, ids)
+        bias = None if decoder.bias is None else decoder.bias.by_distance()
         for number, layer in enumerate(decoder.layers):
             x = _add_norm(residual, fed, layer.attention_norm)
-            y = self._attend(number, layer.attention, x, batch)
+            own = layer.attention
+            if isinstance(own, LinearAttention):
+                y = self._change_states(own, x, batch)
+            else:
+                y = self._attend(number, own, x, batch, bias)
+            if layer.source is not None:
+                norm, source = layer.source
+                x = _add_norm(residual, Fed([y]), norm)
+                y = self._attend_to_source(number, source, x, batch)
             x = _add_norm(residual, Fed([y]), layer.feed_norm)
-            feed = layer.feed
-            fed = self._feed(feed, x, routing) if isinstance(feed, Experts) else Fed([feed(x)])
+            fed = self._feed(layer, x, routing)
         x = _add_norm(residual, fed, decoder.norm)
         logits = _linear(x, decoder.head, decoder.head_bias)
         # their memory is not used for anything else as long as they are referred to
         return Computed(logits, ids, inputs_LBD=routing.inputs_LBD if self._learns else ())
 
+    def _embed(self, batch: Batch) -> Tensor:
+        decoder, positions = self.decoder, self.decoder.positions
+        x = F.embedding(batch.tokens, decoder.embedding)
+        if decoder.embedding_scale != 1:
+            x = x * decoder.embedding_scale
+        if positions is None:
+            return x
+        padding = positions.padding
+        place = torch.where(batch.tokens == padding, padding, batch.positions + padding + 1)
+        return x + positions.table[place]
+
     def _new_ids(self, n_rows: int) -> Tensor:
         layers = self.decoder.experts
-        shape = len(layers), n_rows, layers[0].top_k
+        shape = len(layers), n_rows, layers[0].top_k if layers else 0
         return torch.empty(shape, dtype=torch.int32, device=self.table.offsets.device)
 
-    def _attend(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
+    def _attend(
+        self, layer: int, own: Attention, x: Tensor, batch: Batch, bias_hn: Tensor | None
+    ) -> Tensor:
         qkv = _linear(x, own.qkv, own.qkv_bias)
         if own.row_norms is not None:
             qkv = _norm_rows(qkv, own, own.row_norms)
         if own.clip is not None:
             qkv = qkv.clamp(-own.clip, own.clip)
-        norms, eps = None, 0.0
+        norms, eps, shift = None, 0.0, 0.0
         if own.head_norms is not None:
             norms = own.head_norms[0].weight, own.head_norms[1].weight
-            eps = own.head_norms[0].eps
-        cache = self._cache[layer]
-        tables = self.decoder.cosines, self.decoder.sines
+            eps, shift = own.head_norms[0].eps, own.head_norms[0].shift
+        cache, tables = self._cache[layer], self.decoder.rotary
         where = batch.positions, batch.blocks, self._block_size
-        q = rotate_and_store(qkv, tables, norms, eps, *where, cache)
-        y = attend(q, cache, *where, own.scale, own.window, own.sinks)
+        q, gates = qkv, qkv if own.gated else None
+        if tables is not None:
+            q = rotate_and_store(qkv, tables, norms, eps, *where, cache, shift, own.gated)
+        limits = own.scale, own.window, own.sinks
+        y = attend(q, cache, *where, *limits, bias_hn=bias_hn, gated_row=gates)
         return _linear(y, own.out, own.out_bias)
+
+    def _attend_to_source(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
+        assert batch.sources is not None
+        q = _linear(x, own.qkv, own.qkv_bias).view(len(x), own.heads, own.width)
+        where = batch.sources.last, batch.sources.blocks, self._block_size
+        return _linear(attend(q, self._cache[layer], *where, own.scale), own.out, own.out_bias)
+
+    def _change_states(self, own: LinearAttention, x: Tensor, batch: Batch) -> Tensor:
+        assert self._states is not None
+        assert batch.states is not None
+        inputs, states = self._states.of(own.module)
+        row = _linear(x, own.projections, None)
+        qkv = convolve(row, own.convolution, inputs, batch.states, own.shape)
+        norm = own.norm.weight, own.norm.eps
+        y = delta_rule(qkv, row, states, batch.states, own.rates, norm, own.shape)
+        return _linear(y, own.out, None)
 
     def route(
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
@@ -137,10 +190,18 @@ class DecodeStep:
         wide = torch.float32 if own.wide_router else x.dtype
         logits = linear(x, own.router, own.router_bias, wide)
         choice = own.top_k, own.softmax_first, own.normalize
+        if own.ids is not None and not given:
+            ids_BK.copy_(own.ids.expand_as(ids_BK))
+            given = True
         table = self.table.offsets[own.placeholder.layer]
-        return route(logits, *choice, table, batch.real, x, ids_BK, misses, given)
+        return route(logits, *choice, table, batch.real, x, ids_BK, misses, given, own.scale)
 
-    def _feed(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
+    def _feed(self, of: Layer, x: Tensor, routing: "_Routing") -> Fed:
+        if isinstance(of.feed, Experts):
+            return self._feed_experts(of.feed, x, routing)
+        return Fed([_dense(x, of.feed) if isinstance(of.feed, Dense) else of.feed(x)])
+
+    def _feed_experts(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
         layer, missing = own.placeholder.layer, self._missing
         routed = routing.enter(layer, x, missing, self._mode)
         shape = own.placeholder.engine.shape
@@ -149,13 +210,14 @@ class DecodeStep:
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
         )  # fmt: skip
-        parts = [y] if own.shared is None else [y, own.shared(x)]
+        parts = [y] if own.shared is None else [y, _share(own, x)]
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
 
 
 class _Routing:
     """The experts of the tokens of one step: those of the current layer, and of later ones as far
-    as pre-gates have chosen them."""
+    as pre-gates have chosen them. Layers are those of the model, from the first of the decoder
+    on."""
 
     def __init__(self, step: DecodeStep, batch: Batch, ids_LBK: Tensor) -> None:
         self._step = step
@@ -163,7 +225,8 @@ class _Routing:
         self._ids_LBK = ids_LBK
         self._given = batch.ids is not None
         self.level = step.decoder.level
-        self.n_layers = len(ids_LBK)
+        self._first = step.decoder.first
+        self.n_layers = self._first + len(ids_LBK)
         self._weights: dict[int, Tensor] = {}  # of layers whose experts are chosen already
         self._x: Tensor | None = None  # of the current layer
         self._asks = False  # whether it is of use to know experts of a later one
@@ -191,26 +254,29 @@ class _Routing:
             return routed
         weights = self._weights.pop(layer) if routed is None else routed.weights
         staged = None if missing is None else missing.staged(layer)
-        table, ids = self._step.table.offsets[layer], self._ids_LBK[layer]
+        table, ids = self._step.table.offsets[layer], self._ids_LBK[layer - self._first]
         return look_up(ids, weights, table, self._batch.real, x, buffers, link, staged)
 
     def known(self, layer: int) -> Tensor | None:
-        return self._ids_LBK[layer]
+        number = layer - self._first
+        return self._ids_LBK[number] if self._given or number >= self.level else None
 
     def guess(self, layer: int) -> Tensor | None:
         if not self._asks:
             return None
+        number = layer - self._first
         if self._given:  # the routers do not choose
-            return self._ids_LBK[layer]
+            return self._ids_LBK[number]
         assert self._x is not None
-        ids = torch.empty_like(self._ids_LBK[layer])
-        own = self._step.guesses[layer]
+        ids = torch.empty_like(self._ids_LBK[number])
+        own = self._step.guesses[number]
         self._step.route(own, self._x, self._batch, ids, None, given=False)
         return ids
 
     def _choose(self, layer: int, misses: MissBuffers | None) -> Routed:
         assert self._x is not None
-        own, ids = self._step.decoder.experts[layer], self._ids_LBK[layer]
+        number = layer - self._first
+        own, ids = self._step.decoder.experts[number], self._ids_LBK[number]
         return self._step.route(own, self._x, self._batch, ids, misses, self._given)
 
 
@@ -219,20 +285,37 @@ def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
     weights, biases = predictor.weights[1], predictor.biases[1]
     return [
         own
-        if not layer
-        else replace(
-            own, router=weights[layer - 1], router_bias=biases[layer - 1], wide_router=True
-        )
-        for layer, own in enumerate(decoder.experts)
+        if not number
+        else replace(own, router=weights[at], router_bias=biases[at], wide_router=True, ids=None)
+        for number, own in enumerate(decoder.experts)
+        for at in (own.placeholder.layer - 1,)
     ]
 
 
 def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:
-    return add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host)
+    how = norm.bias, norm.scale, norm.shift
+    return add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host, *how)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
+
+
+def _share(own: Experts, x: Tensor) -> Tensor:
+    """What the expert for all tokens adds."""
+    shared = own.shared
+    assert shared is not None
+    if len(x) > 1 or shared.inner is None:
+        return shared.module(x)
+    return linear(linear(x, shared.inner), shared.out, gate=own.activation.function)
+
+
+def _dense(x: Tensor, own: Dense) -> Tensor:
+    if len(x) == 1:
+        hidden = linear(x, own.w_in, own.b_in, function=own.function)
+    else:
+        hidden = activate_torch(F.linear(x, own.w_in, own.b_in), Form(own.function, False))
+    return _linear(hidden, own.w_out, own.b_out)
 
 
 def _norm_rows(qkv: Tensor, own: Attention, norms: tuple[Norm, Norm]) -> Tensor:

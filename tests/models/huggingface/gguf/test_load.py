@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import overspill
+from overspill.core.errors import ConfigError
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.gguf.cases import CASES, load, make_case
@@ -63,6 +64,27 @@ def test_several_files_and_a_folder_with_a_config(tmp_path: Path) -> None:
         found = outputs(loaded, make_batch(family, model))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         loaded.overspill.close()
+
+
+def test_an_unknown_architecture_has_its_config_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tensors have the usual names."""
+    path = tmp_path / "model.gguf"
+    family, model = make_case(CASES["qwen3moe"], path)
+    path.write_bytes(path.read_bytes().replace(b"qwen3moe", b"qwen9moe"))
+    with pytest.raises(ConfigError, match=r"model of qwen9moe; .*others only with config\.json"):
+        load(path)
+    model.config.save_pretrained(tmp_path)
+    loaded = load(path)
+    batch = make_batch(family, model)
+    torch.testing.assert_close(outputs(loaded, batch), outputs(model, batch), rtol=1e-4, atol=1e-5)
+    loaded.overspill.close()
+    assert "model of qwen9moe, which Overspill does not know" in caplog.text
+
+    path.write_bytes(path.read_bytes().replace(b"qwen9moe", b"mistral4"))
+    with pytest.raises(ConfigError, match=r"mistral4, whose files have rows of queries and keys"):
+        load(path)
 
 
 def test_an_adapter_is_trained_and_merged(tmp_path: Path) -> None:

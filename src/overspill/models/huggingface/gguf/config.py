@@ -20,13 +20,10 @@ _ENDS = (
     "<|eot_id|>",
 )  # fmt: skip
 _CONTROL = 3
+_CHANGED = ("arctic", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "mistral4")
+"""Architectures with experts that are not known, and whose queries and keys llama.cpp reorders."""
 _OPTIONAL = ("head_dim", "intermediate_size")
 """Fields whose defaults in transformers hold if metadata do not name them."""
-
-
-def model_types(header: GgufHeader) -> tuple[str, ...]:
-    """The families of transformers whose tensors have the names of this architecture."""
-    return _FAMILIES[_architecture(header)][0]
 
 
 def make_config(header: GgufHeader) -> dict[str, Any]:
@@ -43,8 +40,16 @@ def make_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def check_family(header: GgufHeader, model_type: object) -> None:
-    """Raises if a config.json beside the file is not of its family."""
-    if model_type not in model_types(header):
+    """Raises if the tensors of a file cannot be those of the config.json beside it. Of an
+    architecture that is not known, that is seen when they are read."""
+    _check_experts(header)
+    known = _FAMILIES.get(header.architecture)
+    if known is None and header.architecture in _CHANGED:
+        raise ConfigError(
+            f"{header.path} is a model of {header.architecture}, whose files have rows of queries "
+            "and keys in another order than Overspill knows; give the checkpoint in safetensors"
+        )
+    if known is not None and model_type not in known[0]:
         raise ConfigError(
             f"{header.path} is a model of {header.architecture}, and the config.json beside it is "
             f"of {model_type}; move the file into a folder of its own, or put the config.json of "
@@ -52,19 +57,28 @@ def check_family(header: GgufHeader, model_type: object) -> None:
         )
 
 
-def _architecture(header: GgufHeader) -> str:
-    """Raises if it is not supported."""
-    name = header.architecture
+def is_known(architecture: str) -> bool:
+    """Whether the tensors of such files are known, and not only their usual names."""
+    return architecture in _FAMILIES
+
+
+def _check_experts(header: GgufHeader) -> None:
     if not header.get("expert_count"):
         raise ConfigError(
-            f"{header.path} is a dense model ({name}): its metadata name no experts; give a "
-            "Mixture-of-Experts checkpoint, of a family in docs/families.md"
+            f"{header.path} is a dense model ({header.architecture}): its metadata name no "
+            "experts; give a Mixture-of-Experts checkpoint, of a family in docs/families.md"
         )
+
+
+def _architecture(header: GgufHeader) -> str:
+    """Raises if a config cannot be made of its metadata."""
+    _check_experts(header)
+    name = header.architecture
     if name not in _FAMILIES:
         raise ConfigError(
             f"{header.path} is a model of {name}; Overspill reads GGUF files of "
-            f"{', '.join(_FAMILIES)}: give the checkpoint in safetensors, which the page of the "
-            "file on the hub usually names as the base model"
+            f"{', '.join(_FAMILIES)}, and others only with config.json and tokenizer of the "
+            "original model in their folder: put them there, or give the checkpoint in safetensors"
         )
     return name
 

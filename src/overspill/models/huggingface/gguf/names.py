@@ -1,5 +1,6 @@
 """The tensors of a checkpoint of Hugging Face from those of a GGUF file, by their names."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,9 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from overspill.core.errors import CheckpointError
+from overspill.models.huggingface.gguf.config import is_known
 from overspill.models.huggingface.gguf.header import FLOATS, GgufHeader, StoredTensor
 from overspill.models.huggingface.gguf.weights import GgufTensor, Rows
 
+_log = logging.getLogger("overspill")
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps")
 _ONE_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)")  # files of Mixtral from before April 2024
@@ -74,6 +77,12 @@ class Translation:
 
 def translate(header: GgufHeader) -> Translation:
     """Raises for tensors that the architecture does not have."""
+    if not is_known(header.architecture):
+        _log.warning(
+            "%s is a model of %s, which Overspill does not know: its tensors are read by their "
+            "usual names, as they are stored; compare some answers with those of another program",
+            header.path, header.architecture,
+        )  # fmt: skip
     plain: dict[str, tuple[str, tuple[int, ...]]] = {}
     others: dict[str, GgufTensor] = {}
     translator = _Translator(header)

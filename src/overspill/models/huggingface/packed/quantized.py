@@ -1,6 +1,6 @@
 """Experts that are packed while a plain checkpoint is read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.compute.quantize import BadWeight, quantize
 from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.core.experts import ExpertId
+from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind, Scheme
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
 from overspill.models.huggingface.recipes import Recipes, Tensors
@@ -44,15 +44,21 @@ class QuantizedExperts:
         layer = self._recipes.layers[expert.layer]
         weights = torch.empty(layer.shape.numel)
         self._recipes.fill(expert, weights)
-        tensors = split_record(weights, layer.shape)
-        for piece in self.format.pieces:
-            rows = tensors[piece.tensor][piece.begin : piece.begin + piece.rows]
-            parts = {CODES: rows}
-            if piece.matrix is not None:
-                name = self._recipes.name(expert, piece.tensor)
-                parts = stored_parts(quantize_matrix(rows, piece.matrix, name))
-            for field, stored in piece.stored.items():
-                stored.of(record).copy_(parts[field])
+        names = [self._recipes.name(expert, number) for number in range(len(layer.shape.sizes))]
+        pack_record(self.format, split_record(weights, layer.shape), names, record)
+
+
+def pack_record(
+    format: RecordFormat, tensors: Sequence[Tensor], names: Sequence[str], record: Tensor
+) -> None:
+    """Fills a record from the tensors of an expert in float32; errors call them `names`."""
+    for piece in format.pieces:
+        rows = tensors[piece.tensor][piece.begin : piece.begin + piece.rows]
+        parts = {CODES: rows}
+        if piece.matrix is not None:
+            parts = stored_parts(quantize_matrix(rows, piece.matrix, names[piece.tensor]))
+        for field, stored in piece.stored.items():
+            stored.of(record).copy_(parts[field])
 
 
 def quantize_matrix(plain: Tensor, matrix: PackedMatrix, name: str) -> Parts:
@@ -80,22 +86,35 @@ def quantized_format(recipes: Recipes, name: str) -> RecordFormat:
     for number, experts in enumerate(recipes.layers):
         for index in range(experts.n_experts):
             _check_dtypes(recipes, ExpertId(number, index))
-    layer = recipes.layers[0]
-    scheme, shape, builder = QUANTIZATIONS[name], layer.shape, FormatBuilder(layer.shape)
-    dtypes = recipes.dtypes(ExpertId(0, 0))
+    layer, first = recipes.layers[0], ExpertId(0, 0)
+    names = [recipes.name(first, number) for number in range(len(layer.shape.sizes))]
+    return build_format(layer.shape, name, splits_gate(layer), recipes.dtypes(first), names)
+
+
+def build_format(
+    shape: ExpertShape,
+    name: str,
+    gate_apart: bool,
+    dtypes: Sequence[torch.dtype],
+    names: Sequence[str],
+) -> RecordFormat:
+    """The records of experts whose matrices are packed as `name` says, the gate by itself if
+    `gate_apart`. `dtypes` and `names` are those of the tensors of an expert; biases keep their
+    dtype. Raises if groups do not divide rows."""
+    scheme, builder = QUANTIZATIONS[name], FormatBuilder(shape)
+    group = scheme.block[1] or 0
     for number, size in enumerate(shape.sizes):
         if len(size) == 1:  # a bias
             plain = torch.empty(size, dtype=dtypes[number], device="meta")
             builder.add(number, size[0], None, {CODES: plain})
             continue
-        parts = 2 if number == 0 and splits_gate(layer) else 1
+        parts = 2 if number == 0 and gate_apart else 1
         matrix = _matrix(scheme, size, parts, shape.transposed)
-        group = scheme.block[1] or 0
         if scheme.block[0] == 1 and matrix.columns % group:
             raise ConfigError(
                 f"quantize={name!r} (--quantize) packs groups of {group} weights, and rows of "
-                f"{recipes.name(ExpertId(0, 0), number)} have {matrix.columns}; give "
-                "quantize='fp8', whose blocks may be partial, or leave it out"
+                f"{names[number]} have {matrix.columns}; give quantize='fp8', whose blocks may be "
+                "partial, or leave it out"
             )
         stored = stored_parts(quantize(torch.zeros(matrix.rows, matrix.columns), matrix.scheme))
         for _ in range(parts):

@@ -1,0 +1,252 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""The packed experts of a few tokens: a program reads some rows of one expert for one token.
+
+A thread decodes a unit, neighbouring int32 of a row with one scale. The inputs are stored by places
+of codes in int32 first, in float32 and times what codes need: threads then load them as the codes,
+16 bytes at once, and they cost one operation a weight.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.codes_triton import (
+    input_factors,
+    load_factor,
+    scale_of,
+    sum_units,
+    term_of_word,
+    words_of_units,
+    zero_term,
+)
+from overspill.compute.decode import constants
+from overspill.compute.decode.activate import CLAMPED, activate
+from overspill.compute.decode.host import RequestArguments, send_request
+from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.packing import (
+    PackedRecords,
+    at_record,
+    by_places,
+    load_units,
+    unit_zeros,
+)
+
+
+def packed_experts(
+    x_BD: Tensor,
+    weights_BK: Tensor,
+    offsets_BK: Tensor,
+    d_hidden: int,
+    kind: tuple[int, bool, bool],
+    flags: RequestArguments,
+    packed: PackedRecords,
+) -> Tensor:
+    """`kind` is the function, and whether experts are gated and have biases."""
+    (batch, width), top_k, device = x_BD.shape, offsets_BK.shape[1], x_BD.device
+    packing, w_in, w_out, biases = packed
+    inputs = torch.empty(batch, width, dtype=torch.float32, device=device)
+    block = min(1024, power(width))
+    _arrange_kernel[(triton.cdiv(width, block), batch)](
+        x_BD, inputs, *flags.values, width, packing.gate, block, *flags.constants, num_warps=4,
+        **early(device),
+    )  # fmt: skip
+    hidden = torch.empty(batch * top_k, d_hidden, dtype=torch.float32, device=device)
+    tile = constants.PACKED_IN_TILE
+    block = min(tile.block, power(width * packing.gate.bits // 32))
+    _packed_in_kernel[(triton.cdiv(d_hidden, tile.rows), batch * top_k)](
+        inputs, *w_in, biases, offsets_BK, hidden, x_BD, top_k, *kind, packing, tile.rows, block,
+        num_warps=tile.warps, **early(device),
+    )  # fmt: skip
+    out = torch.empty(batch, width, dtype=torch.float32, device=device)
+    tile = constants.PACKED_OUT_TILE
+    block = min(tile.block, power(d_hidden * packing.out.bits // 32))
+    _packed_out_kernel[(triton.cdiv(width, tile.rows), batch)](
+        hidden, *w_out, biases, offsets_BK, weights_BK, out, width, top_k, kind[2], packing,
+        tile.rows, block, num_warps=tile.warps, **early(device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _arrange_kernel(
+    x, out, ready, done, missed, n_rows, width, MATRIX: tl.constexpr, BLOCK: tl.constexpr,
+    REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Writes inputs by places."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(1) * width
+    after(EARLY)
+    send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
+    value = tl.load(x + row + columns, mask=columns < width, other=0.0).to(tl.float32)
+    value *= input_factors(columns, MATRIX)
+    tl.store(out + row + by_places(columns, MATRIX), value, mask=columns < width)
+
+
+@triton.jit
+def _packed_in_kernel(
+    inputs, codes, scales, zeros, factors, biases, offsets, out, x, top_k, FUNCTION: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    GATE: tl.constexpr = PACKING.gate
+    UP: tl.constexpr = PACKING.up_matrix
+    OUT: tl.constexpr = PACKING.out
+    hidden: tl.constexpr = OUT.columns
+    pair = tl.program_id(1)
+    after(EARLY)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < hidden
+    g, u = _gates_and_up(
+        inputs + pair // top_k * GATE.columns, codes, scales, zeros, factors,
+        offset, rows * PACKING.gate_step, rows * PACKING.gate_step + PACKING.up, there, GATE, UP,
+        GATED, ROWS, BLOCK,
+    )  # fmt: skip
+    if BIAS:
+        gate, up = rows, rows + hidden
+        if FUNCTION == CLAMPED:
+            gate, up = 2 * rows, 2 * rows + 1
+        own_bias = at_record(biases, offset) + PACKING.b_in
+        g += tl.load(own_bias + gate, mask=there, other=0.0).to(tl.float32)
+        if GATED:
+            u += tl.load(own_bias + up, mask=there, other=0.0).to(tl.float32)
+    result = activate(g, u, x.dtype.element_ty, FUNCTION, GATED)
+    result = result.to(x.dtype.element_ty).to(tl.float32) * input_factors(rows, OUT)
+    tl.store(out + pair * hidden + by_places(rows, OUT), result, mask=there)
+
+
+@triton.jit
+def _gates_and_up(
+    inputs, codes, scales, zeros, factors, offset, gate, up, there, GATE: tl.constexpr,
+    UP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Products of some rows of gate and up matrices with a token."""
+    words: tl.constexpr = GATE.columns * GATE.bits // 32
+    UNIT: tl.constexpr = GATE.unit
+    UNITS: tl.constexpr = BLOCK // UNIT
+    first = tl.zeros((ROWS, UNITS), tl.float32)
+    second = tl.zeros((ROWS, UNITS), tl.float32)
+    offsets = offset + tl.zeros((UNITS,), tl.int64)
+    unit = tl.arange(0, UNITS)
+    inside = unit < (words + UNIT - 1) // UNIT
+    w, s = load_units(codes, scales, offsets, gate, unit, there, inside, GATE)
+    w2, s2 = w, s
+    if GATED:
+        w2, s2 = load_units(codes, scales, offsets, up, unit, there, inside, UP)
+    for start in range(0, words, BLOCK):
+        next_w, next_s, next_w2, next_s2 = w, s, w2, s2
+        unit = start // UNIT + tl.arange(0, UNITS)
+        if words > BLOCK:
+            # first: they are on their way while others are computed
+            after_it = unit + UNITS
+            inside = after_it < (words + UNIT - 1) // UNIT
+            next_w, next_s = load_units(
+                codes, scales, offsets, gate, after_it, there, inside, GATE
+            )  # fmt: skip
+            if GATED:
+                next_w2, next_s2 = load_units(
+                    codes, scales, offsets, up, after_it, there, inside, UP
+                )  # fmt: skip
+        inside = unit < (words + UNIT - 1) // UNIT
+        word = words_of_units(unit, GATE)
+        mask = inside[None, :, None] & (word < words)
+        g = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
+        u = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
+        total = tl.zeros((1, UNITS, UNIT), tl.float32)
+        for place in tl.static_range(32 // GATE.bits):
+            value = tl.load(inputs + place * words + word, mask=mask, other=0.0)
+            g += term_of_word(w, place, GATE) * value
+            if GATED:
+                u += term_of_word(w2, place, UP) * value
+            total += zero_term(value, place, GATE)
+        z = unit_zeros(zeros, offsets, gate, unit, there, inside, GATE)
+        first += sum_units(g, total, z, GATE) * scale_of(s, GATE)
+        if GATED:
+            z = unit_zeros(zeros, offsets, up, unit, there, inside, UP)
+            second += sum_units(u, total, z, UP) * scale_of(s2, UP)
+        w, s, w2, s2 = next_w, next_s, next_w2, next_s2
+    factors = at_record(factors, offset)
+    g = tl.sum(first, 1) * load_factor(factors, True, GATE)
+    return g, tl.sum(second, 1) * load_factor(factors, True, UP)
+
+
+@triton.jit
+def _packed_out_kernel(
+    inputs, codes, scales, zeros, factors, biases, offsets, weights, out, width,
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    OUT: tl.constexpr = PACKING.out
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = rows < width
+    batch = tl.program_id(1)
+    after(EARLY)
+    result = _weighted_sum(
+        inputs, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
+        OUT, ROWS, BLOCK,
+    )  # fmt: skip
+    if BIAS:
+        for k in tl.static_range(TOP_K):
+            offset = tl.load(offsets + batch * TOP_K + k)
+            here = offset != -(1 << 62)
+            share = tl.load(weights + batch * TOP_K + k, mask=here, other=0.0)
+            own_bias = at_record(biases, offset) + PACKING.b_out
+            b = tl.load(own_bias + rows, mask=there & here, other=0.0)
+            result += b.to(tl.float32) * share
+    tl.store(out + batch * width + rows, result, mask=there)
+
+
+@triton.jit
+def _weighted_sum(
+    inputs, codes, scales, zeros, factors, offsets, weights, first, rows, there,
+    TOP_K: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some rows of the weighted sum over the experts of a token. Units are those of all experts,
+    one after another."""
+    words: tl.constexpr = OUT.columns * OUT.bits // 32
+    UNIT: tl.constexpr = OUT.unit
+    UNITS: tl.constexpr = BLOCK // UNIT
+    units: tl.constexpr = (words + UNIT - 1) // UNIT
+    result = tl.zeros((ROWS, UNITS), tl.float32)
+    at = tl.arange(0, UNITS)
+    offset, inside, share = _experts_of(offsets, weights, first, at // units, TOP_K)
+    w, s = load_units(codes, scales, offset, rows, at % units, there, inside, OUT)
+    for start in range(0, TOP_K * units, UNITS):
+        at = start + tl.arange(0, UNITS)
+        after_it = at + UNITS
+        next_offset, next_inside, next_share = _experts_of(
+            offsets, weights, first, after_it // units, TOP_K
+        )  # fmt: skip
+        # first: they are on their way while others are computed
+        next_w, next_s = load_units(
+            codes, scales, next_offset, rows, after_it % units, there, next_inside, OUT
+        )
+        k, unit = at // units, at % units
+        word = words_of_units(unit, OUT)
+        mask = inside[None, :, None] & (word < words)
+        own = inputs + ((first + k) * OUT.columns)[None, :, None]
+        part = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
+        total = tl.zeros((1, UNITS, UNIT), tl.float32)
+        for place in tl.static_range(32 // OUT.bits):
+            value = tl.load(own + place * words + word, mask=mask, other=0.0)
+            part += term_of_word(w, place, OUT) * value
+            total += zero_term(value, place, OUT)
+        z = unit_zeros(zeros, offset, rows, unit, there, inside, OUT)
+        share *= load_factor(at_record(factors, offset), inside, OUT)
+        result += sum_units(part, total, z, OUT) * (scale_of(s, OUT) * share[None, :])
+        w, s, offset, inside, share = next_w, next_s, next_offset, next_inside, next_share
+    return tl.sum(result, 1)
+
+
+@triton.jit
+def _experts_of(offsets, weights, first, k, TOP_K: tl.constexpr):
+    """Where the experts of some units are, whether they are on the device, and their shares."""
+    offset = tl.load(offsets + first + k, mask=k < TOP_K, other=-(1 << 62))
+    inside = offset != -(1 << 62)
+    return offset, inside, tl.load(weights + first + k, mask=inside, other=0.0)
