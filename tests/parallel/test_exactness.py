@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.moe.settings import Settings
 from tests.moe.oracle import Task
+from tests.moe.streaming.policies import every_other
 from tests.parallel.training import Case, Result, assert_follows, plain, results_of
 from tests.slow import chosen, slow_names
 
 TASK = Task(n_layers=2, lr=1e-3, steps=5)  # five experts: neither 2 nor 4 ranks divide them
 ON_DISK = {"mode": "disk", "slots": 2, "host_slots": 2}
+
+ON_CPU = Settings(cpu_experts=True, cpu_training=True, cpu_policy=every_other)
 
 CASES = {
     "experts in host memory, clipping and accumulation": Case(
@@ -28,6 +32,12 @@ CASES = {
     ),
     "kept activations, recomputed blocks": Case(
         replace(TASK, checkpoint=True), settings=Settings(activations="keep")
+    ),
+    "CPU experts, clipping and accumulation": Case(
+        replace(TASK, clip=0.5, micro_batches=2), settings=ON_CPU
+    ),
+    "CPU experts, uneven batches, recomputed blocks": Case(
+        replace(TASK, checkpoint=True), uneven=True, settings=ON_CPU
     ),
     "four ranks": Case(replace(TASK, clip=0.5), n_ranks=4, uneven=True),
     "four ranks, an expert without tokens": Case(
@@ -60,3 +70,5 @@ def results(
 @pytest.mark.parametrize("name", slow_names(CASES, *SLOW))
 def test_ranks_follow_plain_training(name: str, results: dict[str, list[Result]]) -> None:
     assert_follows(results[name], plain(CASES[name]))
+    with_cpu = CASES[name].settings.cpu_experts and cpu_isa() is not None
+    assert all(bool(result.cpu_jobs) == with_cpu for result in results[name])

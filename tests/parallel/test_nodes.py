@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from overspill.core.errors import ConfigError, RankError
 from overspill.moe.settings import Settings
 from tests.moe.oracle import Task
+from tests.moe.streaming.policies import every_other
 from tests.parallel import test_huggingface as huggingface
 from tests.parallel.processes import run_ranks
 from tests.parallel.test_checkpoint import assert_same_files, load_and_save, train_and_save
@@ -26,10 +27,11 @@ CASES = {
     "experts on the device, clipped, uneven": Case(
         replace(TASK, clip=0.5), 4, uneven=True, where={"mode": "gpu"}
     ),
-    "dense parameters that all ranks divide, an expert without tokens": Case(
+    "dense parameters that all ranks divide, an expert without tokens, CPU experts": Case(
         replace(TASK, starve=True, checkpoint=True),
         4,
         where={"mode": "host", "slots": 2, "shard_dense": True},
+        settings=Settings(cpu_experts=True, cpu_training=True, cpu_policy=every_other),
     ),
     "disk, homes that change on one rank, accumulation, recomputed blocks": Case(
         replace(TASK, clip=0.5, micro_batches=2, checkpoint=True),

@@ -126,8 +126,16 @@ def in_evaluation(mesh: DeviceMesh, odd: bool) -> None:
     offload(TASK.model().eval(), mesh)
 
 
-def cpu_experts(mesh: DeviceMesh, odd: bool) -> None:
-    offload(TASK.model(), mesh, settings=Settings(cpu_experts=True))
+def cpu_experts_of_others(mesh: DeviceMesh, odd: bool) -> None:
+    offload(TASK.model(), mesh, settings=Settings(cpu_experts=True, placement="dynamic"))
+
+
+def cpu_experts_in_groups(mesh: DeviceMesh, odd: bool) -> None:
+    offload(TASK.model(), mesh, settings=Settings(cpu_experts=True, exchange_groups=2))
+
+
+def cpu_experts_of_one(mesh: DeviceMesh, odd: bool) -> None:
+    offload(TASK.model(), mesh, settings=Settings(cpu_experts=odd))
 
 
 def two_dimensions(mesh: DeviceMesh, odd: bool) -> None:
@@ -161,7 +169,9 @@ ATTEMPTS: list[Callable[[DeviceMesh, bool], None]] = [
     not_finite,
     other_learning_rate,
     in_evaluation,
-    cpu_experts,
+    cpu_experts_of_others,
+    cpu_experts_in_groups,
+    cpu_experts_of_one,
     two_dimensions,
     few_experts,
     save_model,
@@ -194,7 +204,9 @@ def test_what_one_rank_does_alone_is_refused() -> None:
 def test_what_a_mesh_does_not_support_is_refused_by_name(raised: Raised) -> None:
     cases = {
         in_evaluation: "evaluation mode",
-        cpu_experts: "cpu_experts",
+        cpu_experts_of_others: 'placement="dynamic" is not supported with cpu_experts',
+        cpu_experts_in_groups: "exchange_groups=2 is not supported with cpu_experts",
+        cpu_experts_of_one: "Settings.cpu_experts",
         two_dimensions: "2 dimensions",
         few_experts: "2 ranks for 1 experts",
         save_model: "state_dict",

@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import overspill
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import ConfigError, OrderError, RankError
 from overspill.core.experts import ExpertId
 from overspill.models.huggingface.pregates import FILE
 from tests.moe.oracle import delays
+from tests.moe.streaming.policies import every_other
 from tests.parallel.processes import run_ranks
 from tests.slow import chosen, slow_names
 
@@ -37,6 +39,7 @@ class Case:
     delayed: bool = False
     fails: bool = False  # at first, on the rank with the losses
     pregates: int = 0  # their level
+    on_cpu: bool = False  # some experts
 
     @property
     def steps(self) -> int:
@@ -52,8 +55,8 @@ class Case:
 HOST = {"mode": "host", "slots": 4}
 DISK = {"mode": "disk", "slots": 3, "host_slots": 4}
 TWO = {
-    "4 stages, clipped, activations in host memory": Case(
-        {"stage": 2}, 4, 2, clip=0.3, where=HOST, parked=True, delayed=True, fails=True
+    "4 stages, clipped, activations in host memory, CPU experts": Case(
+        {"stage": 2}, 4, 2, clip=0.3, where=HOST, parked=True, delayed=True, fails=True, on_cpu=True
     ),
     "5 stages, balance loss, on the device": Case(
         {"stage": 2}, 5, 4, clip=0.3, where={"mode": "gpu"}, balance=True
@@ -73,8 +76,8 @@ FOUR = {
     "stage and expert, 4 stages": Case(
         {"stage": 2, "expert": 2}, 4, 2, clip=0.3, where={"mode": "host", "slots": 2}
     ),
-    "data, stage and expert, 3 stages, clipped": Case(
-        {"data": 2, "stage": 2, "expert": 1}, 3, 2, clip=0.3, where=HOST, delayed=True
+    "data, stage and expert, 3 stages, clipped, CPU experts": Case(
+        {"data": 2, "stage": 2, "expert": 1}, 3, 2, clip=0.3, where=HOST, delayed=True, on_cpu=True
     ),
 }
 
@@ -139,7 +142,8 @@ def plain(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[str, Any]:
     """The losses on one rank; the model is saved."""
     inject = delays(3) if case.delayed else None
-    settings = overspill.Settings(threads=1, inject=inject)
+    cpu = {"cpu_experts": True, "cpu_training": True, "cpu_policy": every_other}
+    settings = overspill.Settings(threads=1, inject=inject, **cpu if case.on_cpu else {})
     disk = {"disk": folder / "spill"} if case.where["mode"] == "disk" else {}
     if disk and mesh.get_rank() == 0:
         disk["disk"].mkdir(parents=True, exist_ok=True)
@@ -149,6 +153,7 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
         stages=case.stages, settings=settings, keep_gradients=True, **case.where, **disk,
     )  # fmt: skip
     engine = model.overspill
+    engine.recorder.start()
     optimizer = overspill.AdamW(
         [p for p in model.parameters() if p.requires_grad], max_grad_norm=case.clip, **ADAM
     )
@@ -175,8 +180,9 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
     engine.check_conserved()
     overspill.save(model, folder / "saved")
     uploads = engine.recorder.counters().get("upload", 0)
+    cpu_jobs = sum(span.row == "cpu compute" for span in engine.recorder.spans())
     engine.close()
-    return {"losses": losses, "uploads": uploads, "failure": failure}
+    return {"losses": losses, "uploads": uploads, "failure": failure, "cpu_jobs": cpu_jobs}
 
 
 def fail(stages: Any, optimizer: Any, case: Case, device: str) -> tuple[str, str]:
@@ -269,6 +275,7 @@ def check(name: str, cases: dict[str, Case], ran: tuple[Path, list[Any]]) -> Non
         if isinstance(found, BaseException):
             raise found
         torch.testing.assert_close(found[name]["losses"], losses, rtol=1e-5, atol=1e-5)
+        assert bool(found[name]["cpu_jobs"]) == (cases[name].on_cpu and cpu_isa() is not None)
     saved = folder / name / "saved"
     loaded = MixtralForCausalLM.from_pretrained(saved, dtype=torch.float32).state_dict()
     if cases[name].pregates:  # the rest of the folder is the conventional model

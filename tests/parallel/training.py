@@ -80,6 +80,7 @@ class Result:
     experts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """The same for each tensor of each expert."""
     balance: Balance | None = None
+    cpu_jobs: int = 0
 
 
 def plain(case: Case) -> Result:
@@ -140,6 +141,8 @@ def train_rank(
         model, lr=task.lr, weight_decay=task.weight_decay, max_grad_norm=task.clip
     )
     engine: Any = model.overspill
+    if settings.cpu_experts:
+        engine.recorder.start()
     for step, batches in enumerate(case.batches(dist.get_rank())):
         before_step(engine, step)
         losses = []
@@ -156,6 +159,7 @@ def train_rank(
     engine.flush()
     engine.check_conserved()
     result.balance = engine.balance
+    result.cpu_jobs = sum(span.row == "cpu compute" for span in engine.recorder.spans())
     for name, parameter in model.named_parameters():
         if not hasattr(parameter, "is_expert_placeholder"):
             result.dense[name] = _with_moment(parameter, optimizer)

@@ -34,8 +34,8 @@ from tests.serve.test_states import make_plain
 pytestmark = pytest.mark.gpu
 GREEDY = overspill.SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 33, 7, 12, 80, 41, 3], [4], list(range(20, 50)), [5, 9, 33, 7, 12, 80, 41, 3]]
-_READ = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe")
-_MODULES = ("qwen3_next", "qwen3_5_moe", "zaya", "inkling_text", "deepseek_v32", "glm_moe_dsa")
+_READ = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe")
+_MODULES = ("zaya", "inkling_text", "deepseek_v32", "glm_moe_dsa")
 SERVED = [family for family in FAMILIES if family.name in (*_READ, *_MODULES)]
 READ = [family for family in SERVED if family.name in _READ]
 CONNECTED = {*recurrent.TYPES, *relative.TYPES, *sparse.TYPES, "qwen3_5_moe", "phimoe"}
@@ -55,16 +55,16 @@ every_home = pytest.mark.parametrize("homes", ["all", "some", "none"])
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches for which kernels were launched, or captured."""
-    from overspill.serve.decode import step
+    from overspill.serve.decode.step import DecodeStep
 
     sizes: list[int] = []
-    attend = step.attend
+    call = DecodeStep.__call__
 
-    def counted(q_Bhd: Tensor, *args: Any) -> Tensor:
-        sizes.append(len(q_Bhd))
-        return attend(q_Bhd, *args)
+    def counted(self: DecodeStep, batch: Any) -> Any:
+        sizes.append(len(batch.tokens))
+        return call(self, batch)
 
-    monkeypatch.setattr(step, "attend", counted)
+    monkeypatch.setattr(DecodeStep, "__call__", counted)
     return sizes
 
 
@@ -469,7 +469,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", cases(f for f in FAMILIES if f.name in CONNECTED))
 def test_hybrid_models_give_the_tokens_of_transformers(
-    family: Any, monkeypatch: pytest.MonkeyPatch
+    family: Any, fused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recurrent states, indexers and relative biases; some experts are on the host."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -482,6 +482,7 @@ def test_hybrid_models_give_the_tokens_of_transformers(
         assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, "together"
         alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS[:2]]
         assert alone == expected[:2], "alone"
+    assert ({1, 4} <= set(fused)) is family.name.startswith("qwen3")
 
 
 BUDGET = """

@@ -23,16 +23,21 @@ _INTERRUPTED = 130
 C = TypeVar("C", bound=RunConfig)
 R = TypeVar("R", bound=RunConfig, contravariant=True)
 
+_WHICH_RUN = {"resume", "out", "preset", "checkpoint"}
+"""Settings that say which run is resumed."""
+
 
 def resolve_resume(kind: type[C], given: Sequence[Mapping[str, Any]]) -> C:
     """The config from layers of settings; with --resume they override the config of that run."""
-    config = kind.make(*given)
-    if not config.run.resume:
-        return config
-    folder = find_run(config.run.out, config.name)
+    flags = {name: value for layer in given for name, value in layer.items()}
+    # other flags may need those of the run
+    which = kind.make({name: flags[name] for name in flags.keys() & _WHICH_RUN})
+    if not which.run.resume:
+        return kind.make(*given)
+    folder = find_run(which.run.out, which.name)
     if folder.config.exists():
         saved = _read(kind, folder.config)
-    elif config.run.out is None or any(each.keys() - {"resume", "out"} for each in given):
+    elif which.run.out is None or any(each.keys() - {"resume", "out"} for each in given):
         saved = {}  # a run that was killed early has no config yet
     else:
         raise ConfigError(

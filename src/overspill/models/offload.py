@@ -29,6 +29,7 @@ from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.predictor import Observer
 from overspill.parallel.ranks import Ranks
+from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
 
@@ -113,8 +114,8 @@ def _move_experts(
     agree: Callable[[], None],
 ) -> nn.Module:
     """`agree` raises on all ranks if one of them has failed."""
-    packed = None if source is None else source.format
-    plan = plan_offload(model, layers, budgets, ranks, agree, packed)
+    packed, low_ranks = (None, NO_LOW_RANKS) if source is None else (source.format, source.ranks)
+    plan = plan_offload(model, layers, budgets, ranks, agree, packed, low_ranks)
     device = budgets.compute_device
     held = [layers[number] for number in plan.part.layers.own]
     parameters = [p for layer in layers for p in layer.expert_parameters()]

@@ -38,8 +38,6 @@ def check_supported(model: nn.Module, settings: Settings) -> None:
             "a mesh supports training only, and the model is in evaluation mode; call "
             "model.train() before overspill.offload, or leave out the mesh"
         )
-    if settings.cpu_experts or settings.cpu_policy is not None:
-        raise ConfigError("a mesh does not support cpu_experts yet; turn one of them off")
     if settings.popularity == "learned":
         raise ConfigError(
             "a mesh does not support popularity='learned' (--popularity learned): a rank does not "
@@ -127,6 +125,7 @@ def facts(
         "recomputation of blocks": str(getattr(model, "checkpoint", None)),
         "state_dtype": str(layout.state_dtype),
         "Settings.activations": settings.activations,
+        "Settings.cpu_experts": str(settings.cpu_experts),
         "Settings.exchange_groups": str(settings.exchange_groups),
         "Settings.received_rows": settings.received_rows,
         "Settings.placement": settings.placement,

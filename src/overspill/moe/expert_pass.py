@@ -77,8 +77,8 @@ class ForwardPass:
 
 
 class BackwardPass:
-    """The order of calls: `compute` as in forward, `finish` after the last, and `combine`. Weight
-    gradients are delivered to the training step if they are needed."""
+    """The order of calls: `compute` as in forward, `finish` after the last, and `combine` before it
+    or after it. Weight gradients are delivered to the training step if they are needed."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class BackwardPass:
         gradients = engine.training.place(layer_pass) if need_dw and layer_pass.on_cpu else {}
         args = layer_pass, x_TD, dy_TD, weights_TK, gradients
         self._on_cpu = self._compute.cpu_backward(*args)
+        self._taken = self._on_cpu is None
 
     def compute(self, positions: Collection[int] | None = None) -> None:
         """The experts at these positions; None: all."""
@@ -144,15 +145,22 @@ class BackwardPass:
     def finish(self) -> None:
         """After the last expert was computed."""
         self._pass.kept = None
-        if self._on_cpu is not None:
-            self._on_cpu.take(self._dx_RD, self._drow_weight_R)
-            if self._need_dw:
-                self._engine.training.deliver_formed(self._pass, self._on_cpu.end)
+        self._take()
         if self._need_dw:
+            if self._on_cpu is not None:
+                self._engine.training.deliver_formed(self._pass, self._on_cpu.end)
             self._engine.training.end_backward(self._pass)
+
+    def _take(self) -> None:
+        """Waits for what the CPU computes, once."""
+        if not self._taken:
+            assert self._on_cpu is not None
+            self._on_cpu.take(self._dx_RD, self._drow_weight_R)
+            self._taken = True
 
     def combine(self, tokens: slice = _ALL) -> tuple[Tensor, Tensor]:
         """The gradients of a range of tokens and of their routing weights."""
+        self._take()
         grads = self._dx_RD, self._drow_weight_R
         return self._compute.dispatcher.combine_grads(self._pass.rows, *grads, tokens)
 

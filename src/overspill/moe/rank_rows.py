@@ -42,8 +42,11 @@ class RankRows:
 
     def check(self, settings: Settings) -> None:
         """Raises for settings that an exchange does not support."""
-        if settings.cpu_experts or settings.cpu_policy is not None:
-            raise ConfigError("an exchange does not support cpu_experts; turn one of them off")
+        if settings.cpu_experts and settings.exchange_groups not in (None, 1):
+            raise ConfigError(
+                f"exchange_groups={settings.exchange_groups} is not supported with cpu_experts: "
+                "the CPU gets its token rows at once; leave out exchange_groups, or cpu_experts"
+            )
         if settings.popularity == "learned":
             raise ConfigError("an exchange does not support popularity='learned'; leave one out")
         check_groups(settings.exchange_groups, self._n_experts, self._n_ranks)
@@ -58,8 +61,9 @@ class RankRows:
 
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
         """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
-        exchange."""
-        n = self._now().settings.exchange_groups
+        exchange; CPU experts begin when all rows are there."""
+        settings = self._now().settings
+        n = 1 if settings.cpu_experts else settings.exchange_groups
         if n is None:
             n = 1 if self._device.type == "cpu" else choose_groups(rows_GE)
         return divide_experts(rows_GE, order_GE, n)

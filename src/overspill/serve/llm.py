@@ -64,7 +64,9 @@ class LLM:
 
     `model` is the folder of a Hugging Face checkpoint, a GGUF file, a repository of the hub, the
     folder of a run of `overspill train` or `finetune`, or a model from `overspill.load` or
-    `overspill.offload`. A folder of a LoRA adapter is served with the base model that it names.
+    `overspill.offload`. A folder of a LoRA adapter is served with the base model that it names. An
+    adapter is added to the weights of dense layers; its part of experts stays beside their weights,
+    in all memory.
 
     Prompts of models with an encoder and a decoder (Switch Transformers, NLLB-MoE) are sources for
     the encoder; `SamplingParams` has languages for them, and what the decoder begins with.

@@ -46,7 +46,7 @@ class LLMOptions(DecodingOptions, HostSlots, MemoryLimits):
     dtype: DType | None = None
     """Data type of the weights: bf16 or fp32; default: that of the checkpoint."""
     adapter: str | os.PathLike[str] | None = None
-    """LoRA adapter to add to the weights of MODEL: a folder that peft has written, a repository of
+    """LoRA adapter to serve with MODEL: a folder that peft has written, a repository of
     the hub, or the folder of a run of overspill finetune --lora."""
     packed: bool = False
     """Keep the experts of a quantized checkpoint packed in memory."""

@@ -83,7 +83,7 @@ class Source:
     owned: bool
     """The model was loaded here."""
     adapter: Path | None = None
-    """Folder of the LoRA adapter in its weights."""
+    """Folder of the LoRA adapter in its weights, or beside those of experts."""
 
     @property
     def has_encoder(self) -> bool:
@@ -141,7 +141,7 @@ def open_source(model: Any, budgets: Budgets, options: LLMOptions, block_size: i
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
     loaded = load_within(
         folder, budgets, dtype, train=False, adapter=lora, packed=options.packed,
-        quantize=options.quantize,
+        quantize=options.quantize, merged=False,
     )  # fmt: skip
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)

@@ -22,6 +22,7 @@ from overspill.models.huggingface.packed.quantized import (
 from overspill.models.offload import move_experts, offload_within
 from overspill.models.presets import get_preset
 from overspill.moe.layer import MoE
+from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.safetensors_stream import StreamReader
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
@@ -167,6 +168,8 @@ def load_trained(trained: Trained, budgets: Budgets, quantize: str | None = None
 
 class _QuantizedRun:
     """Experts of a run, which are packed as those of the checkpoint that export makes of it."""
+
+    ranks = NO_LOW_RANKS
 
     def __init__(
         self, reader: StreamReader, trained: Trained, layers: Sequence[str], quantize: str

@@ -19,6 +19,11 @@ def random_policy(seed: int, share: float = 0.5) -> CpuPolicy:
     return choose
 
 
+def every_other(counts: Sequence[int], phase: Phase) -> frozenset[int]:
+    """Processes can be given it."""
+    return frozenset(range(0, len(counts), 2))
+
+
 def all_on_cpu(counts: Sequence[int], phase: Phase) -> frozenset[int]:
     return frozenset(range(len(counts)))
 

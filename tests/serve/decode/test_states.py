@@ -38,6 +38,14 @@ def test_logits_are_those_of_transformers(
     assert (steps if name in FUSED else module_steps) == [4] * 2
 
 
+def test_one_request_is_computed_by_products_of_one_row(tmp_path: Path, steps: list[int]) -> None:
+    """Of a model whose language model is a part of it; some experts are on the host."""
+    plain, _ = plain_model("qwen3_5_moe")
+    with decoding(plain, tmp_path, "host", [2, 2], prompts=PROMPTS[:1]) as made:
+        made.two_steps()
+    assert steps == [1, 1]
+
+
 def test_steps_and_prompts_in_turn(tmp_path: Path, module_steps: list[int]) -> None:
     """A request joins others that decode, and one leaves."""
     plain, expected = plain_model("granitemoehybrid")

@@ -22,8 +22,14 @@ from overspill.compute.codes_triton import (
 )
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, send_request
+from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.low_rank import (
+    LowRankPart,
+    LowRankRecords,
+    add_expanded,
+    shrink,
+)
 from overspill.compute.decode.packing import PackedRecords, at_record, by_places
 from overspill.compute.grouped_triton import WIDEN
 
@@ -41,6 +47,8 @@ def experts_of_several(
     kind: tuple[int, bool, bool, bool, int],
     flags: RequestArguments,
     packed: PackedRecords | None,
+    low_in: LowRankPart,
+    low: LowRankRecords,
 ) -> Tensor:
     """An expert of several tokens is read once: the program of its first token computes all."""
     (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
@@ -55,15 +63,18 @@ def experts_of_several(
     if packed is not None:  # products in float32 have no tensor cores: large ones compile slowly
         wide = x_BD.dtype == torch.float32
         tile = constants.PACKED_WIDE_TILE if wide else constants.PACKED_GROUP_TILE
-    common = packing, _TOKENS, tile.rows, tile.block, WIDEN
+    tiles = _TOKENS, tile.rows, tile.block, WIDEN
     _group_in_kernel[(triton.cdiv(d_hidden, tile.rows), pairs)](
-        x_BD, base, *w_in, biases, offsets_BK, groups, hidden, *sizes, *kind, *common,
-        num_warps=tile.warps, **early(device),
+        x_BD, base, *w_in, biases, offsets_BK, groups, hidden, *low_in[:2], *sizes, *kind, packing,
+        low_in.factors, *tiles, num_warps=tile.warps, **early(device),
     )  # fmt: skip
+    matrix = None if packing is None else packing.out
+    none = request_arguments(None, offsets_BK)
+    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none, matrix)
     parts = torch.empty(pairs, width, dtype=torch.float32, device=device)
     _group_out_kernel[(triton.cdiv(width, tile.rows), pairs)](
-        hidden, base, *w_out, biases, offsets_BK, groups, parts, *sizes, *kind[2:], *common,
-        num_warps=tile.warps, **early(device),
+        hidden, base, *w_out, biases, offsets_BK, groups, parts, *low_out[:2], *sizes, *kind[2:],
+        packing, low_out.factors, *tiles, num_warps=tile.warps, **early(device),
     )  # fmt: skip
     out = torch.empty(batch, width, dtype=torch.float32, device=device)
     block = min(1024, power(width))
@@ -99,10 +110,11 @@ def _divide_kernel(
 
 @triton.jit
 def _group_in_kernel(
-    x, base, codes, scales, zeros, factors, biases, offsets, groups, out, width, hidden, n_in,
-    top_k, FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, PACKING: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    x, base, codes, scales, zeros, factors, biases, offsets, groups, out, low, shrunk, width,
+    hidden, n_in, top_k, FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, PACKING: tl.constexpr, LOW: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
@@ -158,6 +170,10 @@ def _group_in_kernel(
                     w = w.to(tl.float32)
                 u = tl.dot(w, value, u, input_precision="ieee")
         own_bias = record + n_in * width + width * hidden
+    if LOW is not None:
+        g = add_expanded(g, low, offset, shrunk, to, member, gate, there, LOW)
+        if GATED:
+            u = add_expanded(u, low, offset, shrunk, to, member, up, there, LOW)
     if BIAS:
         g += tl.load(own_bias + gate, mask=there, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -174,10 +190,10 @@ def _group_in_kernel(
 
 @triton.jit
 def _group_out_kernel(
-    a, base, codes, scales, zeros, factors, biases, offsets, groups, parts, width, hidden, n_in,
-    top_k, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
-    PACKING: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    a, base, codes, scales, zeros, factors, biases, offsets, groups, parts, low, shrunk, width,
+    hidden, n_in, top_k, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    PACKING: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
@@ -218,6 +234,8 @@ def _group_out_kernel(
                 w, value = w.to(tl.float32), value.to(tl.float32)
             total = tl.dot(w, value, total, input_precision="ieee")
         own_bias = record + width * hidden + n_in
+    if LOW is not None:
+        total = add_expanded(total, low, offset, shrunk, to, member, rows, there, LOW)
     if BIAS:
         b = tl.load(own_bias + rows, mask=there, other=0.0)
         total += b.to(tl.float32)[:, None]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from overspill.models.fill import ExpertSource
 from overspill.models.huggingface.adapt import adapt
 from overspill.models.huggingface.checks import find_folder, texts_of
 from overspill.models.huggingface.dictionaries import cast_routers
+from overspill.models.huggingface.expert_lora import AdaptedExperts
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config, silence
 from overspill.models.huggingface.lora import open_lora
@@ -30,9 +31,7 @@ from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
 from overspill.moe.init import expert_generator
-
-if TYPE_CHECKING:
-    pass
+from overspill.tiers.layout import NO_LOW_RANKS
 
 
 def load(
@@ -86,9 +85,11 @@ def load_within(
     freeze_experts: bool = False,
     packed: bool = False,
     quantize: str | None = None,
+    merged: bool = True,
 ) -> Any:
     """`load` with all budgets in one object; `changes` replace fields of the model's config. The
-    LoRA adapter in the folder `adapter` is added to the weights."""
+    LoRA adapter in the folder `adapter` is added to the weights; unless `merged`, its part of the
+    experts stays beside their weights, in their records."""
     device = budgets.compute_device
     if quantize is not None:
         check_quantization(quantize)
@@ -114,12 +115,14 @@ def load_within(
             layers = made.layers
             for layer in layers:
                 layer.trained = layer.trained and not freeze_experts
-            recipes = Recipes(model, layers, checkpoint, lora)
+            recipes = Recipes(model, layers, checkpoint, lora, adds_to_experts=merged)
             source: ExpertSource = recipes
             if quantize is not None:
                 source = QuantizedExperts(recipes, quantize)
             elif packed:
                 source = PackedExperts(recipes, checkpoint)
+            if lora is not None and lora.stacks and not merged:
+                source = AdaptedExperts(source, lora.stacks, layers)
             # first: it recognizes the weights with which they were saved
             pregates = read_pregates(folder, model) if pregate else None
             if lora is not None:
@@ -281,7 +284,7 @@ class InitialExperts:
     """Weights that depend on the seed of torch's generator and on the expert alone, so that they
     are the same on any number of ranks."""
 
-    buffer_bytes, format = 0, None
+    buffer_bytes, format, ranks = 0, None, NO_LOW_RANKS
 
     def __init__(self, layers: Sequence[HuggingFaceExperts], device: torch.device) -> None:
         self._layers, self._device = layers, device

@@ -90,6 +90,8 @@ class Decode:
             self._decoder = (
                 read_decoder(model, context) if seq2seq is None else read_seq2seq_decoder(model)
             )
+            if self._decoder is not None and engine.device.type == "cuda":
+                torch.cuda.empty_cache()  # of weights that have become parts of others
             if self._decoder is not None:
                 attentions = self._decoder.attentions
                 first = next(iter(attentions.values()))
