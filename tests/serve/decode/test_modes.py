@@ -24,6 +24,7 @@ from overspill.serve.options import DecodingOptions
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.models import PROMPTS, plain_gpt, plain_model
+from tests.slow import slow_names
 
 pytestmark = INTERPRETED
 DEEP = GPTConfig(
@@ -222,7 +223,9 @@ def test_several_requests_of_a_model_with_pre_gates(
     assert steps == [4]
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", slow_names(["mixtral", "gpt_oss", "qwen3_next"], "gpt_oss", "qwen3_next")
+)
 def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
     plain = overspill.pregate(copy.deepcopy(plain_model(name)[0]))
     with served(plain, "pre-gated", tmp_path, PROMPTS[:2], migrate="copy") as made:

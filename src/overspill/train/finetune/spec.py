@@ -109,6 +109,8 @@ class FinetuneSpec(RunSpec):
             train=self.config.trains_experts or self.team.mesh is not None,
             changes=self.overrides,
             freeze_experts=not self.config.trains_experts,
+            packed=self.config.model.packed,
+            quantize=self.config.model.quantize,
         )
 
     def prepare(self, model: Any) -> nn.Module:
