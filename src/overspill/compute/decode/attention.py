@@ -118,7 +118,7 @@ def attend(
     part = max(64, power(triton.cdiv(longest, 64)))
     alone = longest <= constants.ALONE and sinks_h is None
     parts = 1 if alone else triton.cdiv(longest, part)
-    part = power(longest) if alone else part
+    part = max(16, power(longest)) if alone else part  # 16 is the least of tensor cores
     out = torch.empty(batch, heads * out_width, dtype=q.dtype, device=q.device)
     gates = out if gated_row is None else gated_row
     sums = stats = out

@@ -25,8 +25,9 @@ from overspill.compute.codes_triton import (
 )
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, send_request
+from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
+from overspill.compute.decode.low_rank import LowRankPart, LowRankRecords, expand, shrink
 from overspill.compute.decode.packing import (
     PackedRecords,
     at_record,
@@ -44,6 +45,8 @@ def packed_experts(
     kind: tuple[int, bool, bool],
     flags: RequestArguments,
     packed: PackedRecords,
+    low_in: LowRankPart,
+    low: LowRankRecords,
 ) -> Tensor:
     """`kind` is the function, and whether experts are gated and have biases."""
     (batch, width), top_k, device = x_BD.shape, offsets_BK.shape[1], x_BD.device
@@ -58,16 +61,19 @@ def packed_experts(
     tile = constants.PACKED_IN_TILE
     block = min(tile.block, power(width * packing.gate.bits // 32))
     _packed_in_kernel[(triton.cdiv(d_hidden, tile.rows), batch * top_k)](
-        inputs, *w_in, biases, offsets_BK, hidden, x_BD, top_k, *kind, packing, tile.rows, block,
-        num_warps=tile.warps, maxnreg=constants.PACKED_REGISTERS, **early(device),
+        inputs, *w_in, biases, offsets_BK, hidden, x_BD, *low_in[:2], top_k, *kind, packing,
+        low_in.factors, tile.rows, block, num_warps=tile.warps,
+        maxnreg=constants.PACKED_REGISTERS, **early(device),
     )  # fmt: skip
+    none = request_arguments(None, offsets_BK)
+    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none, packing.out, scaled=True)
     out = torch.empty(batch, width, dtype=torch.float32, device=device)
     tile = constants.PACKED_OUT_TILE
     block = min(tile.block, power(d_hidden * packing.out.bits // 32))
     _packed_out_kernel[(triton.cdiv(width, tile.rows), batch)](
-        hidden, *w_out, biases, offsets_BK, weights_BK, out, width, top_k, kind[2], packing,
-        tile.rows, block, num_warps=tile.warps, maxnreg=constants.PACKED_REGISTERS,
-        **early(device),
+        hidden, *w_out, biases, offsets_BK, weights_BK, out, *low_out[:2], width, top_k, kind[2],
+        packing, low_out.factors, tile.rows, block, num_warps=tile.warps,
+        maxnreg=constants.PACKED_REGISTERS, **early(device),
     )  # fmt: skip
     return out
 
@@ -90,9 +96,9 @@ def _arrange_kernel(
 
 @triton.jit
 def _packed_in_kernel(
-    inputs, codes, scales, zeros, factors, biases, offsets, out, x, top_k, FUNCTION: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    inputs, codes, scales, zeros, factors, biases, offsets, out, x, low, shrunk, top_k,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     GATE: tl.constexpr = PACKING.gate
     UP: tl.constexpr = PACKING.up_matrix
@@ -107,10 +113,15 @@ def _packed_in_kernel(
         offset, rows * PACKING.gate_step, rows * PACKING.gate_step + PACKING.up, there, GATE, UP,
         GATED, ROWS, BLOCK, EARLY,
     )  # fmt: skip
+    gate, up = rows, rows + hidden
+    if FUNCTION == CLAMPED:
+        gate, up = 2 * rows, 2 * rows + 1
+    if LOW is not None:
+        own = shrunk + pair * LOW.padded
+        g += tl.sum(expand(low, offset, own, gate, there, LOW), 1)
+        if GATED:
+            u += tl.sum(expand(low, offset, own, up, there, LOW), 1)
     if BIAS:
-        gate, up = rows, rows + hidden
-        if FUNCTION == CLAMPED:
-            gate, up = 2 * rows, 2 * rows + 1
         own_bias = at_record(biases, offset) + PACKING.b_in
         g += tl.load(own_bias + gate, mask=there, other=0.0).to(tl.float32)
         if GATED:
@@ -183,9 +194,9 @@ def _gates_and_up(
 
 @triton.jit
 def _packed_out_kernel(
-    inputs, codes, scales, zeros, factors, biases, offsets, weights, out, width,
-    TOP_K: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    inputs, codes, scales, zeros, factors, biases, offsets, weights, out, low, shrunk, width,
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, LOW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     OUT: tl.constexpr = PACKING.out
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -195,14 +206,24 @@ def _packed_out_kernel(
         inputs, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
         OUT, ROWS, BLOCK, EARLY,
     )  # fmt: skip
-    if BIAS:
+    if LOW is not None:
+        LANES: tl.constexpr = LOW.lanes
+        terms = tl.zeros((ROWS, LANES), tl.float32)
+    if BIAS or LOW is not None:
         for k in tl.static_range(TOP_K):
-            offset = tl.load(offsets + batch * TOP_K + k)
+            pair = batch * TOP_K + k
+            offset = tl.load(offsets + pair)
             here = offset != -(1 << 62)
-            share = tl.load(weights + batch * TOP_K + k, mask=here, other=0.0)
-            own_bias = at_record(biases, offset) + PACKING.b_out
-            b = tl.load(own_bias + rows, mask=there & here, other=0.0)
-            result += b.to(tl.float32) * share
+            share = tl.load(weights + pair, mask=here, other=0.0)
+            if BIAS:
+                own_bias = at_record(biases, offset) + PACKING.b_out
+                b = tl.load(own_bias + rows, mask=there & here, other=0.0)
+                result += b.to(tl.float32) * share
+            if LOW is not None:
+                own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
+                terms += tl.where(here, own, 0.0) * share
+    if LOW is not None:
+        result += tl.sum(terms, 1)
     tl.store(out + batch * width + rows, result, mask=there)
 
 

@@ -185,10 +185,11 @@ class DecodeStep:
 
     def route(
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
-        given: bool,
+        given: bool, logits: Tensor | None = None,
     ) -> Routed:  # fmt: skip
-        wide = torch.float32 if own.wide_router else x.dtype
-        logits = linear(x, own.router, own.router_bias, wide)
+        if logits is None:
+            wide = torch.float32 if own.wide_router else x.dtype
+            logits = linear(x, own.router, own.router_bias, wide)
         choice = own.top_k, own.softmax_first, own.normalize
         if own.ids is not None and not given:
             ids_BK.copy_(own.ids.expand_as(ids_BK))
@@ -207,14 +208,23 @@ class DecodeStep:
 
     def _feed_experts(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
         layer, missing = own.placeholder.layer, self._missing
-        routed = routing.enter(layer, x, missing, self._mode)
+        shared, logits, hidden = own.shared, None, None
+        if shared is not None and shared.joined is not None and len(x) == 1:
+            both = linear(x, shared.joined)
+            logits, hidden = both[:, : len(own.router)], both[:, len(own.router) :]
+        routed = routing.enter(layer, x, missing, self._mode, logits)
         shape = own.placeholder.engine.shape
         request = None if missing is None else missing.request(layer, routed.missed_B)
         y = experts(
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
+            self.table.low_rank,
         )  # fmt: skip
-        parts = [y] if own.shared is None else [y, _share(own, x)]
+        parts = [y]
+        if shared is not None and hidden is not None:
+            parts.append(linear(hidden, shared.out, gate=own.activation.function))
+        elif shared is not None:
+            parts.append(shared.module(x))
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
 
 
@@ -263,8 +273,12 @@ class _Routing:
         self._asks = False  # whether it is of use to know experts of a later one
         self.inputs_LBD: list[Tensor] = []  # of all layers so far
 
-    def enter(self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode) -> Routed:
-        """The experts of a layer with this input, and where they are."""
+    def enter(
+        self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode,
+        logits: Tensor | None,
+    ) -> Routed:  # fmt: skip
+        """The experts of a layer with this input, and where they are. `logits` are those of its
+        router, if they are known."""
         self._x = x
         self.inputs_LBD.append(x)
         link = None if missing is None else missing.link(layer, len(x))
@@ -272,7 +286,7 @@ class _Routing:
         buffers = None if missing is None else missing.buffers
         routed = None
         if layer not in self._weights:
-            routed = self._choose(layer, buffers if simple else None)
+            routed = self._choose(layer, buffers if simple else None, logits)
         later = layer + self.level
         if self.level and later < self.n_layers:
             self._weights[later] = self._choose(later, None).weights
@@ -304,11 +318,13 @@ class _Routing:
         self._step.route(own, self._x, self._batch, ids, None, given=False)
         return ids
 
-    def _choose(self, layer: int, misses: MissBuffers | None) -> Routed:
+    def _choose(
+        self, layer: int, misses: MissBuffers | None, logits: Tensor | None = None
+    ) -> Routed:
         assert self._x is not None
         number = layer - self._first
         own, ids = self._step.decoder.experts[number], self._ids_LBK[number]
-        return self._step.route(own, self._x, self._batch, ids, misses, self._given)
+        return self._step.route(own, self._x, self._batch, ids, misses, self._given, logits)
 
 
 def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
@@ -333,15 +349,6 @@ def _add_linear(residual: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
-
-
-def _share(own: Experts, x: Tensor) -> Tensor:
-    """What the expert for all tokens adds."""
-    shared = own.shared
-    assert shared is not None
-    if len(x) > 1 or shared.inner is None:
-        return shared.module(x)
-    return linear(linear(x, shared.inner), shared.out, gate=own.activation.function)
 
 
 def _norm_rows(qkv: Tensor, own: Attention, norms: tuple[Norm, Norm]) -> Tensor:
