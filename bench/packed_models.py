@@ -19,6 +19,7 @@ from overspill.models.huggingface.load import random_dense
 from overspill.models.huggingface.packed.quantized import build_format
 from overspill.models.offload import move_experts
 from overspill.simulate import ReplayedRouting
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout
 
 PLAIN = "bf16"
 _SCALES = {torch.uint8: 120, torch.bfloat16: 0.0045, torch.float16: 0.0045, torch.float32: 3.3e-4}
@@ -34,7 +35,7 @@ class RandomExperts:
     """Experts with random codes, packed like those of a quantized checkpoint. Each has the same
     random bytes, from another place on."""
 
-    buffer_bytes = 0
+    buffer_bytes, ranks = 0, NO_LOW_RANKS
 
     def __init__(self, shape: ExpertShape, name: str) -> None:
         """`name` is one of `QUANTIZATIONS`."""
@@ -65,7 +66,7 @@ class RepeatedExperts:
     """Plain experts of random weights, as large as initial ones. Each has the same, from another
     place on."""
 
-    buffer_bytes, format = 0, None
+    buffer_bytes, format, ranks = 0, None, NO_LOW_RANKS
 
     def __init__(self, shape: ExpertShape) -> None:
         drawn = _normal_block().bfloat16() * 0.02
@@ -76,11 +77,27 @@ class RepeatedExperts:
         record.copy_(self._values[start : start + len(record)])
 
 
-def random_model(config: Any, name: str, **given: Any) -> Any:
-    """A model for inference with random weights; its experts are packed as `name` says. `given` are
-    budgets."""
+class RandomAdapters:
+    """Experts of another source, with random low-rank matrices behind their weights."""
+
+    def __init__(self, source: Any, shape: ExpertShape, ranks: LowRanks) -> None:
+        self._source, self.format, self.ranks = source, source.format, ranks
+        self.buffer_bytes = source.buffer_bytes
+        layout = RecordLayout(shape, torch.bfloat16, format=self.format, ranks=ranks)
+        (numel, dtype), (self._bare, _) = layout.stored, layout.bare
+        drawn = torch.randn((numel - self._bare) * dtype.itemsize // 2)
+        self._behind = (0.02 * drawn).bfloat16().view(dtype)
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        self._source.fill(expert, record[: self._bare])
+        record[self._bare :].copy_(self._behind)
+
+
+def random_model(config: Any, name: str, ranks: LowRanks = NO_LOW_RANKS, **given: Any) -> Any:
+    """A model for inference with random weights; its experts are packed as `name` says, and have an
+    adapter of these ranks. `given` are budgets."""
     given.setdefault("settings", overspill.Settings())
-    budgets = Budgets(**given)
+    budgets = Budgets(**given, progress=False, quiet=True)
     with repeated_values():
         made, model = random_dense(config, torch.bfloat16, False)
     shape = made.layers[0].shape
@@ -90,7 +107,8 @@ def random_model(config: Any, name: str, **given: Any) -> Any:
         adapt(model, made.layers)
 
     source = RepeatedExperts(shape) if name == PLAIN else RandomExperts(shape, name)
-    return move_experts(model, made.layers, budgets, False, True, source, finish)
+    adapted = RandomAdapters(source, shape, ranks)
+    return move_experts(model, made.layers, budgets, adapted, finish)
 
 
 def _start(expert: ExpertId) -> int:

@@ -11,6 +11,7 @@ file with everything, model.gguf, as llama.cpp does; they need `pip install gguf
 """
 
 import argparse
+import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -71,6 +72,8 @@ def main() -> None:
     formats = [*FORMATS, *GGUF_TYPES]
     parser.add_argument("--format", choices=formats, help="pack the weights, default: do not")
     args = parser.parse_args()
+    if args.format in GGUF_TYPES and importlib.util.find_spec("gguf") is None:
+        parser.error(f"--format {args.format} needs the package of llama.cpp: pip install gguf")
 
     tokenizer = byte_tokenizer()
     torch.manual_seed(args.seed)

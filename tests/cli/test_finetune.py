@@ -156,9 +156,10 @@ def test_a_resumed_run_has_its_own_settings_and_flags_win(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(
         json.dumps({"checkpoint": "m", "data": ["a.jsonl"], "steps": 7, "lora": 4})
     )
-    config = resolve({"resume": True, "out": str(tmp_path), "steps": 9})
+    # --lora-alpha needs --lora, which the run has
+    config = resolve({"resume": True, "out": str(tmp_path), "steps": 9, "lora_alpha": 6})
     assert (config.model.checkpoint, config.data.data) == ("m", ("a.jsonl",))
-    assert (config.run.steps, config.model.lora) == (9, 4)
+    assert (config.run.steps, config.model.lora, config.model.lora_alpha) == (9, 4, 6)
 
 
 def _numbers(out: Path) -> list[tuple[object, ...]]:

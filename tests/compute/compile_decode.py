@@ -18,11 +18,13 @@ from overspill.compute.decode import (
     experts,
     host,
     linear,
+    low_rank,
     migrate,
     norm,
     packed_experts,
     routing,
 )
+from overspill.compute.decode.low_rank import Factors
 from overspill.compute.decode.packing import packed_records
 from overspill.core.experts import ExpertShape
 from tests.compute.packed import make_experts
@@ -36,6 +38,7 @@ KERNELS = {
         experts,
         host,
         linear,
+        low_rank,
         migrate,
         norm,
         packed_experts,
@@ -47,8 +50,10 @@ KERNELS = {
 
 NUMBERS = {"eps": "fp32", "scale": "fp32", "shift": "fp32", "softcap": "fp32"}
 WIDE = {"positions", "blocks", "offsets", "table", "staged", "link", "is_real", "pinned", "slots"}
-FLOAT = {"sums", "stats", "weights"}
-LINEAR = {"BIAS": True, "FUNCTION": -1, "GATE": -1, "ROWS": 8, "BLOCK": 512}
+FLOAT = {"sums", "stats", "weights", "shrunk"}
+LINEAR = {
+    "NORM": 0, "BIAS": True, "FUNCTION": -1, "GATE": -1, "ADD": False, "ROWS": 8, "BLOCK": 512,
+}  # fmt: skip
 NORM = {"N_PARTS": 2, "HOST": 1, "BIAS": False, "ON_GPU": True, "BLOCK": 2048}
 ROTATE = {
     "HEADS": 32, "KV_HEADS": 4, "BLOCK_SIZE": 16, "HALF": 64, "TURNED": 64, "LANES": 64,
@@ -83,12 +88,12 @@ LOOK_UP = {
     "MISSES": True,
 }  # fmt: skip
 IN = {
-    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 8,
-    "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
+    "FUNCTION": 1, "GATED": True, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "LOW": None,
+    "ROWS": 8, "BLOCK": 256, "REQUEST": 4, "ON_GPU": True,
 }  # fmt: skip
 OUT = {
-    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "ROWS": 1,
-    "BLOCK": 256,
+    "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "LOW": None,
+    "ROWS": 1, "BLOCK": 256,
 }  # fmt: skip
 ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
@@ -99,7 +104,8 @@ CASES = [
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
     ("_linear_kernel", LINEAR, {}),
     ("_linear_kernel", LINEAR | {"GATE": 1}, {}),
-    ("_linear_kernel", LINEAR | {"FUNCTION": 2}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 1, "FUNCTION": 2, "ROWS": 2, "BLOCK": 1024}, {}),
+    ("_linear_kernel", LINEAR | {"NORM": 2, "ADD": True, "ROWS": 2, "BLOCK": 1024}, {}),
     ("_rotate_kernel", ROTATE, {}),
     ("_rotate_kernel", ROTATE | {"TURNED": 32, "GATED": True}, {}),
     ("_convolve_kernel", CONVOLVE, {"out": "*fp32"}),
@@ -124,17 +130,24 @@ CASES = [
     ("_expert_out_kernel", OUT | {"BIAS": True, "TRANSPOSED": True}, {"out": "*fp32"}),
 ]
 GROUP = {
-    "ALIGN": 16, "PACKING": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
+    "ALIGN": 16, "PACKING": None, "LOW": None, "TOKENS": 16, "ROWS": 64, "BLOCK": 64, "BIAS": False,
     "TRANSPOSED": False, "WIDEN": False,
 }  # fmt: skip
 GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
 GROUPS = {"groups": "*i32"}
+LOW = {"LOW": Factors(4096, 8192, 4, 8, 4, False)}
+SHRINK = LOW | {"MATRIX": None, "SCALED": False, "BLOCK": 2048, "REQUEST": 4, "ON_GPU": True}
 TURNED = {"BIAS": True, "TRANSPOSED": True}
 CASES += [
     ("_group_in_kernel", GROUP_IN, GROUPS),
     ("_group_in_kernel", GROUP_IN | TURNED | {"FUNCTION": 3}, GROUPS),
     ("_group_out_kernel", GROUP, GROUPS | {"parts": "*fp32"}),
     ("_group_out_kernel", GROUP | TURNED, GROUPS | {"parts": "*fp32"}),
+    ("_shrink_kernel", SHRINK, FLAGS | {"out": "*fp32"}),
+    ("_expert_in_kernel", IN | LOW, FLAGS),
+    ("_expert_out_kernel", OUT | LOW, {"out": "*fp32"}),
+    ("_group_in_kernel", GROUP_IN | LOW, GROUPS),
+    ("_group_out_kernel", GROUP | LOW, GROUPS | {"parts": "*fp32"}),
 ]
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
@@ -151,6 +164,7 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
         torch.empty(64, dtype=torch.uint8),
     )
     own = {"PACKING": packed.packing, "BIAS": stack}
+    own |= {"LOW": Factors(4096, 8192, 4, 8, 4, True)}
     into = own | {"FUNCTION": 3 if stack else 1}
     types = [
         {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS
@@ -161,6 +175,8 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
         ("_packed_in_kernel", into | TILE | {"GATED": True}, w_in | WIDE_INPUTS),
         ("_packed_out_kernel", own | TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
     ]
+    scaled = SHRINK | {"MATRIX": packed.packing.out, "SCALED": True}
+    CASES.append(("_shrink_kernel", scaled, FLAGS | {"out": "*fp32", "x": "*fp32"}))
     matrix = {"MATRIX": packed.packing.gate}
     CASES.append(("_arrange_kernel", ARRANGE | matrix, FLAGS | {"out": "*fp32"}))
     if form != "mxfp8":

@@ -11,6 +11,7 @@ from overspill.compute import grouped
 from overspill.compute.activation import Differentiated
 from overspill.compute.experts import split_records, wave_backward, wave_forward
 from overspill.compute.low_rank import Adapters, LowRank
+from overspill.tiers.layout import LowRanks, RecordLayout
 from tests.compute.waves import Case, clamped_gate
 from tests.slow import slow_rows
 
@@ -81,7 +82,14 @@ def test_products_and_gradients(
             case.x, case.dy, row_weight, *given, hidden, activation=activation, adapters=adapters
         )
 
+        layout = RecordLayout(shape, dtype, ranks=LowRanks(*(RANK * use for use in used)))
+        stored = _behind_weights(layout, records, adapters)
+        of_records = Adapters.of_records(layout, stored)
+        in_records, _ = wave_forward(case.x, stored, *given[1:], activation, adapters=of_records)
+
     expected_y, expected = _by_autograd(case.wide(), row_weight, factors, used)
+    atol = TOLERANCE[dtype] * float(expected_y.abs().max())
+    torch.testing.assert_close(in_records.float(), expected_y, rtol=0, atol=atol)
     found = [y, grads.dx_RD, grads.drow_weight_R]
     for use, low, scale in zip(used, grads.adapters, (SCALE, SCALE), strict=True):
         assert (low is not None) == use
@@ -93,6 +101,19 @@ def test_products_and_gradients(
         atol = TOLERANCE[dtype] * float(theirs.abs().max())
         torch.testing.assert_close(mine.float(), theirs, rtol=0, atol=atol)
     torch.testing.assert_close(kept.dx_RD, grads.dx_RD)
+
+
+def _behind_weights(layout: RecordLayout, records: Tensor, adapters: Adapters) -> Tensor:
+    """Records with the low-rank matrices too, in memory with gaps between them."""
+    numel, dtype = layout.stored
+    stored = records.new_zeros(len(records), numel + 64, dtype=dtype)[:, :numel]
+    stored[:, : layout.shape.numel] = records
+    for planes, own in zip(layout.low_rank, adapters, strict=True):
+        if planes is not None and own is not None:
+            a, b = planes.of(stored)
+            a.copy_(own.a_nrI)
+            b.copy_(own.b_nOr * own.scale)
+    return stored
 
 
 def _by_autograd(

@@ -21,9 +21,11 @@ from overspill.compute.misses import MissRunner
 from overspill.compute.record_format import MixedFormat, RecordFormat
 from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout
 from overspill.tiers.worker_sync import WorkerSync
 from overspill.transfer.driver import await_signal, signal
 from overspill.transfer.mapped import on_device
+from tests.compute.adapted import ONE_RANK, RANKS, adapted, low_rank_sum
 from tests.compute.groups import BF16, FP32, TOLERANCE, every_dtype, needs_native
 from tests.compute.packed import Packed, make_experts
 from tests.pairs import all_pairs
@@ -59,8 +61,10 @@ class Model:
         pinned: bool = False,
         activation: Activation | None = None,
         packed: Sequence[Packed] = (),
+        ranks: LowRanks = NO_LOW_RANKS,
     ) -> None:
-        """`packed` are the experts of each layer, if they are packed."""
+        """`packed` are the experts of each layer, if they are packed; `ranks` are those of low-rank
+        matrices behind their weights."""
         generator = torch.Generator().manual_seed(0)
         records = 0.1 * torch.randn(LAYERS, EXPERTS, shape.numel, generator=generator)
         self.shape, self.dtype, self.records = shape, dtype, records.to(dtype)
@@ -69,9 +73,13 @@ class Model:
             self.records = torch.stack([layer.plain for layer in packed])
             self.stored = [layer.records for layer in packed]
         format = MixedFormat(tuple(layer.format for layer in packed)) if packed else None
+        self.layout = RecordLayout(shape, dtype, format=format, ranks=ranks)
+        if any(ranks):
+            pairs = zip(self.stored, self.records, strict=True)
+            self.stored = [adapted(self.layout, *each) for each in pairs]
         self.activation = activation or Fused(shape.gated)
         sizes = LAYERS, EXPERTS, ROWS, TOP_K
-        others = pinned, inject, sync, self.activation, None, format
+        others = pinned, inject, sync, self.activation, None, format, ranks
         self.runner = MissRunner(shape, dtype, *sizes, threads, *others)
         self.buffers = self.runner.host
         for layer, layer_records in enumerate(self.stored):
@@ -115,9 +123,12 @@ class Model:
             if shape.transposed:
                 w_in, w_out = w_in.T, w_out.T
             b_in, b_out = biases or (None, None)
-            h = F.linear(x[row : row + 1].double(), w_in, b_in).to(x.dtype).double()
-            a = self.activation.forward(h).to(x.dtype).double()
-            total[row] += weight * F.linear(a, w_out, b_out).to(x.dtype).double()[0]
+            own = self.layout, self.stored[layer], expert
+            x_1D = x[row : row + 1]
+            h = F.linear(x_1D.double(), w_in, b_in) + low_rank_sum(*own, 0, x_1D)
+            a = self.activation.forward(h.to(x.dtype).double()).to(x.dtype).double()
+            y = F.linear(a, w_out, b_out) + low_rank_sum(*own, 1, a)
+            total[row] += weight * y.to(x.dtype).double()[0]
         return total
 
     def assert_near(self, got: Tensor, layer: int, x: Tensor, pairs: Pairs) -> None:
@@ -225,6 +236,35 @@ def test_packed_experts_equal_the_reference(
     for rows, pairs in CASES.values():
         for layer in range(LAYERS):
             model.check(layer, model.batch(rows, layer), pairs)
+    model.runner.check()
+
+
+@pytest.mark.parametrize(
+    ("packing", "kind", "ranks", "dtype"),
+    [
+        (None, "gated", RANKS, FP32),
+        (None, "gated", RANKS, BF16),
+        (None, "relu with biases", ONE_RANK, FP32),
+        (None, "gpt_oss", RANKS, BF16),
+        ("mxfp4", "gated", RANKS, FP32),
+        ("fp8-block", "gated", RANKS, FP32),
+        ("int4-zeros", "gated", ONE_RANK, BF16),
+        ("mxfp4-stack", "gpt_oss", RANKS, BF16),
+    ],
+)
+def test_low_rank_parts_are_added(
+    models: Callable[..., Model],
+    packing: str | None,
+    kind: str,
+    ranks: LowRanks,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    shape, activation = SHAPES[kind]
+    layers = [make_experts(packing, shape, EXPERTS, kind != "gpt_oss")] * LAYERS if packing else []
+    model = models(shape, dtype, 3, activation=activation, packed=layers, ranks=ranks)
+    for rows, pairs in CASES.values():
+        model.check(1, model.batch(rows, 1), pairs)
     model.runner.check()
 
 

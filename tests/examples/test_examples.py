@@ -1,5 +1,6 @@
 """The examples run as their first lines say."""
 
+import importlib.util
 import re
 import runpy
 import sys
@@ -48,6 +49,16 @@ def test_the_checkpoint_has_a_tokenizer_for_any_text_and_for_chats(checkpoint: P
     assert shown == "user: Hi</s>\nassistant: Ho</s>\n"
     asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
     assert shown.startswith(asked)
+
+
+def test_formats_of_gguf_name_the_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        run("make_tiny_checkpoint.py", tmp_path / "tiny", "--format", "gguf-q4_k")
+    assert "pip install gguf" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_the_plain_loop_learns_and_leaves_a_checkpoint(

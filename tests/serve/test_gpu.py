@@ -20,6 +20,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface import recurrent, relative, sparse
 from overspill.serve.blocks import BlockPool
+from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler, Work
 from tests.models.huggingface.adapters import make_adapter
@@ -33,8 +34,8 @@ from tests.serve.test_states import make_plain
 pytestmark = pytest.mark.gpu
 GREEDY = overspill.SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 9, 33, 7, 12, 80, 41, 3], [4], list(range(20, 50)), [5, 9, 33, 7, 12, 80, 41, 3]]
-_READ = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe")
-_MODULES = ("qwen3_next", "qwen3_5_moe", "zaya", "inkling_text", "deepseek_v32", "glm_moe_dsa")
+_READ = ("mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe", "qwen3_next", "qwen3_5_moe")
+_MODULES = ("zaya", "inkling_text", "deepseek_v32", "glm_moe_dsa")
 SERVED = [family for family in FAMILIES if family.name in (*_READ, *_MODULES)]
 READ = [family for family in SERVED if family.name in _READ]
 CONNECTED = {*recurrent.TYPES, *relative.TYPES, *sparse.TYPES, "qwen3_5_moe", "phimoe"}
@@ -54,16 +55,16 @@ every_home = pytest.mark.parametrize("homes", ["all", "some", "none"])
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of the batches for which kernels were launched, or captured."""
-    from overspill.serve.decode import step
+    from overspill.serve.decode.step import DecodeStep
 
     sizes: list[int] = []
-    attend = step.attend
+    call = DecodeStep.__call__
 
-    def counted(q_Bhd: Tensor, *args: Any) -> Tensor:
-        sizes.append(len(q_Bhd))
-        return attend(q_Bhd, *args)
+    def counted(self: DecodeStep, batch: Any) -> Any:
+        sizes.append(len(batch.tokens))
+        return call(self, batch)
 
-    monkeypatch.setattr(step, "attend", counted)
+    monkeypatch.setattr(DecodeStep, "__call__", counted)
     return sizes
 
 
@@ -229,7 +230,9 @@ def test_bf16_logits_are_as_near_to_float32_as_those_of_the_modules(
 def test_a_step_gives_the_same_bits_each_time(homes: str, fused: list[int]) -> None:
     with offloaded(gpt(LARGE, torch.bfloat16), homes) as model:
         # without copies: the bits depend on whether the CPU or the GPU computes an expert
-        runner = PagedRunner(model, torch.device("cuda"), 32, 16, 128, 4, fused=True, slots=0)
+        runner = PagedRunner(
+            model, torch.device("cuda"), 32, 16, 128, 4, True, DecodingOptions(slots=0)
+        )
         steps = Steps(LARGE.vocab)
         with torch.inference_mode():
             batch = steps.scheduler.next_batch()
@@ -466,7 +469,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", cases(f for f in FAMILIES if f.name in CONNECTED))
 def test_hybrid_models_give_the_tokens_of_transformers(
-    family: Any, monkeypatch: pytest.MonkeyPatch
+    family: Any, fused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recurrent states, indexers and relative biases; some experts are on the host."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -479,6 +482,7 @@ def test_hybrid_models_give_the_tokens_of_transformers(
         assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, "together"
         alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS[:2]]
         assert alone == expected[:2], "alone"
+    assert ({1, 4} <= set(fused)) is family.name.startswith("qwen3")
 
 
 BUDGET = """

@@ -21,7 +21,7 @@ Most models continue the text; those with an encoder and a decoder translate or 
 
   overspill generate allenai/OLMoE-1B-7B-0924 "The capital of France is" --gpu-memory 8GiB
 
-A run of overspill finetune --lora, whose adapter is added to the model that it was trained on:
+A run of overspill finetune --lora, whose adapter is served with the model that it was trained on:
 
   overspill generate runs/adapter "2 + 2 = "
 

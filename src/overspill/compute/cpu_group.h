@@ -89,6 +89,12 @@ constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out 
 // activation.py, which says what they are.
 enum Function : int32_t { GELU = 0, SILU = 1, RELU = 2, CLAMPED = 3 };
 
+// Low-rank matrices behind the weights in a record, B @ A: A [rank, inputs] and B [outputs, padded],
+// of the type of token rows, by their first bytes. Mirrored by `LowRankArgs` in cpu_kernel.py.
+struct LowRankArgs {
+    int64_t a, b, rank, padded;  // rank 0: there are none
+};
+
 // What a backward leaves in the memory of a gradient: the gradient, the sum of it and of what is
 // there, or its factors (cpu_factors.h).
 enum GradientKind : int64_t { FORMED = 0, ADDED = 1, FACTORED = 2 };
@@ -114,6 +120,7 @@ struct GroupArgs {
     const int64_t* gradient_kinds;
     float* const* squares;
     const PackedExpert* format;  // of packed records, forward only; null: records are plain
+    LowRankArgs low_rank[2];     // W_IN, W_OUT; forward only
 };
 
 // One expert with its token rows, and its arrays in the scratch memory of the group.
@@ -128,6 +135,7 @@ struct ExpertRows {
     double* square_shares = nullptr; // [HIDDEN tasks + OUTPUT tasks] of backward: parts of it
     char* x_tiles = nullptr;         // AMX: x, packed for nt; fused: ordered token rows
     char* a = nullptr;               // forward: the activation; AMX and fused: as x_tiles
+    char* plain_a = nullptr;         // fused, with a low-rank part of w_out: the activation [R, H]
     uint16_t* dy = nullptr;          // AMX: dy, padded
     char* dh = nullptr;              // [R, H or 2H], unless the blocks write shares of dx
     float* dx_shares = nullptr;      // [blocks, R, D]
@@ -151,6 +159,7 @@ struct Group : GroupArgs {
         return (tensor == W_IN ? d : h) * weight_bytes;
     }
     bool clamped() const { return function == CLAMPED; }
+    bool has_low_rank() const { return low_rank[W_IN].rank > 0 || low_rank[W_OUT].rank > 0; }
     int64_t blocks() const { return pieces(h, BLOCK); }
     int64_t square_shares() const { return blocks() + pieces(d, BLOCK); }
     bool shares_dx(const ExpertRows& own) const {

@@ -23,6 +23,7 @@ from overspill.compute.activation import Activation, Form, Function, form_of
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.native import load_library
+from overspill.tiers.layout import LowRankPlanes
 
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
 _BEST_ISA = -1
@@ -47,6 +48,10 @@ class PackedRecords(Protocol):
     @property
     def native(self) -> ctypes.Structure | None:
         """The same for the library; None if its kernels cannot read it."""
+
+
+LowRank = tuple[LowRankPlanes | None, LowRankPlanes | None]
+"""Those of w_in and w_out."""
 
 
 class ExpertRows(NamedTuple):
@@ -135,12 +140,15 @@ def kernel_forward(
     isa: str | None = None,
     form: Form | None = None,
     format: PackedRecords | None = None,
+    low_rank: LowRank = (None, None),
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
     Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best; `form` and `format` as in `group_args`."""
-    args = group_args(x_RD, y_RD, experts, shape, threads, isa, form=form, format=format)
+    of the best; `form`, `format` and `low_rank` as in `group_args`."""
+    args = group_args(
+        x_RD, y_RD, experts, shape, threads, isa, form=form, format=format, low_rank=low_rank
+    )
     loaded_library().overspill_compute(args)
 
 
@@ -179,6 +187,12 @@ def read_bandwidth(tensor: Tensor, threads: int) -> float:
     return flat.numel() / best
 
 
+class LowRankArgs(ctypes.Structure):
+    """`LowRankArgs` of cpu_group.h."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("a", "b", "rank", "padded"))
+
+
 class GroupArgs(ctypes.Structure):
     """`GroupArgs` of cpu_group.h."""
 
@@ -192,6 +206,7 @@ class GroupArgs(ctypes.Structure):
         *((f"gradient{name}", ctypes.POINTER(ctypes.c_int64)) for name in ("s", "_kinds")),
         ("squares", ctypes.POINTER(ctypes.c_int64)),
         ("format", ctypes.c_void_p),
+        ("low_rank", LowRankArgs * 2),
     )
 
 
@@ -206,9 +221,11 @@ def group_args(
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
     format: PackedRecords | None = None,
+    low_rank: LowRank = (None, None),
 ) -> GroupArgs:
     """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
-    the activation; by default the usual one. `format` is that of packed records."""
+    the activation; by default the usual one. `format` is that of packed records; `low_rank` are the
+    low-rank parts of w_in and w_out in records."""
     form = form or Form.usual(shape.gated)
     clamped = form.function is Function.CLAMPED
     assert threads >= 1
@@ -216,6 +233,7 @@ def group_args(
     assert shape.gated or not clamped
     assert backward is None or format is None
     assert format is None or format.native is not None
+    assert backward is None or low_rank == (None, None)
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")
     for rows in (x_RD, out_RD) if backward is None else (x_RD, out_RD, backward.dy_RD):
         assert rows.dtype == x_RD.dtype
@@ -249,6 +267,10 @@ def group_args(
         isa=_BEST_ISA if isa is None else ISA_NAMES.index(isa),
         format=None if format is None else ctypes.addressof(_native(format)),
     )
+    for number, planes in enumerate(low_rank):
+        if planes is not None:
+            a, b = (each * x_RD.element_size() for each in (planes.a, planes.b))
+            args.low_rank[number] = LowRankArgs(a, b, planes.rank, planes.padded)
     if backward is not None:
         for weight_R in (backward.row_weight_R, backward.drow_weight_R):
             assert weight_R.dtype == torch.float32

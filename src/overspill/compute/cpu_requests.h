@@ -58,7 +58,7 @@ void fill_request(Request& request, const GroupArgs& args) {
     group.weight_bytes = args.bf16 ? 2 : 4;
     const int isa = args.isa < 0 ? best_isa() : args.isa;
     const bool tiles = isa == AMX && args.bf16 && args.d % STEP == 0 && args.h % STEP == 0 &&
-                       !args.transposed && !group.clamped();
+                       !args.transposed && !group.clamped() && !group.has_low_rank();
     request.function = task_function(isa, args.bf16, args.format);
     for (const int tensor : {W_IN, W_OUT})
         group.ordered[tensor] = args.format && can_order(*args.format, tensor, isa);

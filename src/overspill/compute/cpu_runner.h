@@ -29,6 +29,8 @@ void assign_scratch(const Group& group, ExpertRows& own, char*& at) {
     if (own.fused) own.x_tiles = cut_array<char>(at, rows * ordered_bytes(group.d));
     if (!group.backward) {
         own.a = cut_array<char>(at, own.fused ? rows * ordered_bytes(group.h) : hidden_bytes);
+        if (own.fused && group.low_rank[W_OUT].rank > 0)
+            own.plain_a = cut_array<char>(at, hidden_bytes);
         return;
     }
     if (own.tiled) own.dy = cut_array<uint16_t>(at, rows * group.d);

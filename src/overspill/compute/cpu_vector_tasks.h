@@ -89,6 +89,28 @@ void store_ordered(const Group& group, const ExpertRows& own, int64_t first, int
     }
 }
 
+// Adds the low-rank part of `count` outputs of a tensor from `first` on to their sums: x @ A^T is
+// short, and each task computes it anew.
+template <class T, class Isa>
+void add_low_rank(const Group& group, const ExpertRows& own, int tensor, int64_t first,
+                  int64_t count, const T* x, int64_t x_stride, float* c, int64_t next_output,
+                  int64_t next_row) {
+    static thread_local Scratch scratch;
+    const LowRankArgs& low = group.low_rank[tensor];
+    if (low.rank == 0) return;
+    const char* const record = static_cast<const char*>(own.record);
+    const int64_t rows = own.rows, k = tensor == W_IN ? group.d : group.h;
+    float* const u = reinterpret_cast<float*>(scratch.take(low.rank * rows * 4));  // [rank][row]
+    Isa::nt(reinterpret_cast<const T*>(record + low.a), low.rank, x, x_stride, rows, k, u, rows);
+    const T* b = reinterpret_cast<const T*>(record + low.b) + first * low.padded;
+    for (int64_t i = 0; i < count; ++i, b += low.padded)
+        for (int64_t row = 0; row < rows; ++row) {
+            float sum = 0.0f;
+            for (int64_t j = 0; j < low.rank; ++j) sum += load(b + j) * u[j * rows + row];
+            c[i * next_output + row * next_row] += sum;
+        }
+}
+
 // Some hidden units (into the activation, [R, H]), or some columns of y.
 template <class T, class Isa>
 void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t index) {
@@ -99,6 +121,8 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
     T* const a = reinterpret_cast<T*>(own.a);
     T* const to = (hidden ? a : out_rows<T>(group, own)) + first;
     const T* const x = hidden ? rows_of<T>(group.x, group.x_stride, own) : a;
+    const bool ordered_a = own.fused && group.ordered[W_OUT];
+    const T* const plain_x = hidden || !ordered_a ? x : reinterpret_cast<const T*>(own.plain_a);
     const T* const weights = hidden ? w_in<T>(own) : w_out<T>(group, own);
     const int64_t stride = hidden ? group.h : group.out_stride;
     const int64_t x_stride = hidden ? group.x_stride : group.h;
@@ -120,6 +144,8 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
         else
             product<T, Isa>(group.transposed, weights, outputs, k, output, width, x, x_stride,
                             rows, sums);
+        add_low_rank<T, Isa>(group, own, hidden ? W_IN : W_OUT, output, width, plain_x, x_stride,
+                             sums, next_output, next_row);
         if (!group.bias) continue;
         if (group.format) {
             for (int64_t i = 0; i < width; ++i) {
@@ -137,11 +163,12 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
         Isa::activate_clamped(c, next_output, count * rows);
     else if (hidden)
         Isa::activate(c, parts == 2 ? c + part_size : nullptr, part_size, group.function);
-    if (hidden && own.fused && group.ordered[W_OUT])
-        return store_ordered<T, Isa>(group, own, first, count, c, step * next_output);
+    if (hidden && ordered_a) store_ordered<T, Isa>(group, own, first, count, c, step * next_output);
+    if (hidden && ordered_a && !own.plain_a) return;
+    T* const plain_to = hidden && ordered_a ? reinterpret_cast<T*>(own.plain_a) + first : to;
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i)
-            store(to + row * stride + i, c[i * step * next_output + row * next_row]);
+            store(plain_to + row * stride + i, c[i * step * next_output + row * next_row]);
 }
 
 // Tasks of experts with packed weights.

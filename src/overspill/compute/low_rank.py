@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from overspill.compute import grouped
+from overspill.tiers.layout import RecordLayout
 
 _ALIGNMENT = 8  # bfloat16 elements that the grouped kernels load at once
 
@@ -97,6 +98,16 @@ class Adapters(NamedTuple):
 
     w_in: LowRank | None = None
     w_out: LowRank | None = None
+
+    @classmethod
+    def of_records(cls, layout: RecordLayout, records: Tensor) -> "Adapters":
+        """Return those behind the weights in records [n, ...]."""
+        if not any(layout.ranks):
+            return NO_ADAPTERS
+        flat = layout.computed(records)
+        return cls(
+            *(None if each is None else LowRank(*each.of(flat), 1.0) for each in layout.low_rank)
+        )
 
     def part(self, first: int, stop: int) -> "Adapters":
         """Return the low-rank parts of the experts from `first` to `stop`."""

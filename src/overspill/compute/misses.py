@@ -32,7 +32,7 @@ from overspill.core.errors import ConfigError, EngineError
 from overspill.core.experts import ExpertShape
 from overspill.core.garbage import pause_collection, resume_collection
 from overspill.core.sizes import round_up
-from overspill.tiers.layout import ALIGN, RecordLayout, WeightFormat
+from overspill.tiers.layout import ALIGN, NO_LOW_RANKS, LowRanks, RecordLayout, WeightFormat
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
@@ -148,10 +148,11 @@ class MissRunner:
         activation: Activation | None = None,
         source: RecordSource | None = None,
         format: WeightFormat | None = None,
+        ranks: LowRanks = NO_LOW_RANKS,
     ) -> None:
         """`threads` includes the runner's own. `check` also raises failures of `sync`, and of
         `source`, which is asked for the records of each request instead of `set_records`. `format`
-        is that of packed records."""
+        is that of packed records; `ranks` are those of low-rank matrices in them."""
         self._formats = layer_formats(format, n_layers)
         reason = why_unsupported(dtype, shape, activation, self._formats)
         if reason is not None:
@@ -191,12 +192,14 @@ class MissRunner:
         self._fetch = None if source is None else _FETCH(partial(_fetch, source, self._failures))
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
-        record = RecordLayout(shape, dtype, format=format).weight_bytes
+        layout = RecordLayout(shape, dtype, format=format, ranks=ranks)
+        record = layout.weight_bytes
         sizes = (ctypes.c_int64 * 6)(n_layers, n_experts, max_rows, top_k, record, SPIN_NS)
         form = form_of(activation, shape.gated)
         like = self._formats[0] if self._formats else None
         rows = self.host.x_RD, self.host.x_RD
-        args = group_args(*rows, [], shape, threads, form=form, format=like)
+        low_rank = layout.low_rank
+        args = group_args(*rows, [], shape, threads, form=form, format=like, low_rank=low_rank)
         self._natives = native_formats(self._formats)
         callbacks = self._callback, self._fetch
         others = self._natives, *callbacks

@@ -28,6 +28,8 @@ def why_no_cpu_experts(
         return "there is no GPU"
     if layout.format is not None:
         return "the CPU kernel for prompts does not read packed experts"
+    if any(layout.ranks):
+        return "the experts have an adapter beside their weights"
     unsupported = why_unsupported(layout.dtype, layout.shape, None)
     if unsupported is not None:
         return f"the CPU kernel does not support {unsupported}"

@@ -11,7 +11,7 @@ from overspill.core.interrupt import DeferredInterrupt
 from overspill.models.expert_layers import ExpertLayer
 from overspill.models.ranks import checksum, digest
 from overspill.moe.engine import Engine
-from overspill.tiers.layout import WeightFormat
+from overspill.tiers.layout import LowRanks, WeightFormat
 from overspill.tiers.slab import Progress
 
 _READERS = 8
@@ -26,6 +26,10 @@ class ExpertSource(Protocol):
     @property
     def format(self) -> WeightFormat | None:
         """How the weights that `fill` writes are packed."""
+
+    @property
+    def ranks(self) -> LowRanks:
+        """Ranks of the low-rank matrices that `fill` writes behind the weights."""
 
     @property
     def buffer_bytes(self) -> int:

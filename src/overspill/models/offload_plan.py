@@ -20,7 +20,7 @@ from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import BudgetRequest, ModelSizes, Placement, place
 from overspill.plan.exchange_groups import check_groups
-from overspill.tiers.layout import RecordLayout, WeightFormat
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ def plan_offload(
     ranks: Ranks | None,
     agree: Callable[[], None],
     packed: WeightFormat | None = None,
+    low_ranks: LowRanks = NO_LOW_RANKS,
 ) -> OffloadPlan:
     """All ranks call it; raises on all of them if they were given different models or options.
-    `packed` is the format of packed weights."""
+    `packed` is the format of packed weights, and `low_ranks` are those of matrices behind them."""
     device = budgets.compute_device
-    layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype, packed)
+    layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype, packed, low_ranks)
     layer_map = rank_layers(model, layers, budgets, ranks)
     experts = ExpertMap.whole(layers[0].n_experts)
     if ranks is not None:

@@ -47,7 +47,8 @@ def without_few_rows(
             places = zip(run.weights, itertools.pairwise(ends), strict=True)
             experts = [ExpertRows(record, *place) for record, place in places]
             y_rows = y_RD[run.start : run.end]
-            kernel_forward(x_rows, y_rows, experts, layout.shape, threads, form=form, format=format)
+            args = x_rows, y_rows, experts, layout.shape, threads
+            kernel_forward(*args, form=form, format=format, low_rank=layout.low_rank)
 
 
 def _form(layout: RecordLayout, layer_pass: LayerPass) -> Form | None:

@@ -40,9 +40,9 @@ class LayerPass:
         return self.order
 
     def adapters_of(self, wave: "Wave") -> Adapters:
-        return (
-            NO_ADAPTERS if self.adapters is None else self.adapters.of_wave(wave.first, wave.stop)
-        )
+        if self.adapters is None:
+            return wave.adapters
+        return self.adapters.of_wave(wave.first, wave.stop)
 
     @property
     def known_counts(self) -> dict[int, int] | None:
@@ -89,3 +89,5 @@ class Wave:
     weights: Tensor
     ends: Tensor
     counts: list[int] | None
+    adapters: Adapters = NO_ADAPTERS
+    """The low-rank parts in their records."""

@@ -111,6 +111,11 @@ class ExpertRecords:
                 "the experts of this model are packed, and cannot be changed; load the checkpoint "
                 "without packed=True (--packed)"
             )
+        if any(self.layout.ranks):
+            raise ConfigError(
+                "the experts of this model have an adapter beside their weights, and cannot be "
+                "changed; merge it with overspill.merge, and load that"
+            )
         try:
             self._write_weights(expert, fill)
         finally:  # also after a part of it

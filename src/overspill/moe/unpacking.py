@@ -2,9 +2,11 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
+from overspill.compute.low_rank import Adapters
 from overspill.moe.layer_pass import Wave
 from overspill.tiers.layout import RecordLayout
 
@@ -24,10 +26,12 @@ def buffer_bytes(layout: RecordLayout, device: torch.device, n_experts: int) -> 
 def unpacked(
     waves: Iterator[Wave], layout: RecordLayout, layer: int, n_experts: int
 ) -> Iterator[Wave]:
-    """The same waves of a layer with `n_experts`, in the dtype of computation: those of packed
-    experts in parts, each of which is valid until the next."""
+    """The same waves of a layer with `n_experts`, in the dtype of computation and with the low-rank
+    parts of their records: those of packed experts in parts, each of which is valid until the
+    next."""
     if layout.format is None:
-        yield from waves
+        for wave in waves:
+            yield replace(wave, adapters=Adapters.of_records(layout, wave.weights))
         return
     memory, format = None, layout.format.of_layer(layer)
     for wave in waves:
@@ -46,7 +50,8 @@ def unpacked(
                 continue
             weights, counts = memory[: stop - first], wave.counts[first:stop]
             ends = wave.ends[first:stop] - starts[first] if first else wave.ends[:stop]
-            format.unpack_several(wave.weights[first:stop], weights, counts, ends)
+            records = wave.weights[first:stop]
+            format.unpack_several(records, weights, counts, ends)
             yield Wave(
                 wave.first + first,
                 wave.first + stop,
@@ -55,4 +60,5 @@ def unpacked(
                 weights,
                 ends,
                 counts,
+                Adapters.of_records(layout, records),
             )

@@ -1,9 +1,11 @@
 """The layout of an expert's records: its weights in one flat buffer, its optimizer states in
 another. Sizes are multiples of ALIGN, as direct I/O requires."""
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +14,10 @@ from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 
 ALIGN = 4096
+_LINE = 64
+"""Low-rank matrices begin at a multiple of so many bytes."""
+_RANK_STEP = 8
+"""Elements that grouped kernels load at once: ranks are filled up with zeros to a multiple."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,39 @@ class Section:
     name: str
     dtype: torch.dtype
     offset: int
+
+
+class LowRanks(NamedTuple):
+    """Ranks of the low-rank matrices that follow the weights in each record; 0: there are none."""
+
+    w_in: int = 0
+    w_out: int = 0
+
+
+NO_LOW_RANKS = LowRanks()
+
+
+class LowRankPlanes(NamedTuple):
+    """The low-rank part of one matrix in a record, B @ A: A [padded, inputs] and B
+    [outputs, padded]. Positions count elements of the dtype of computation."""
+
+    a: int
+    b: int
+    inputs: int
+    outputs: int
+    rank: int
+    padded: int
+    """The rank, filled up with zeros."""
+
+    def of(self, records: Tensor) -> tuple[Tensor, Tensor]:
+        """A [n, padded, inputs] and B [n, outputs, padded] of records [n, ...] in their dtype."""
+        a = records[:, self.a : self.a + self.padded * self.inputs]
+        b = records[:, self.b : self.end]
+        return a.unflatten(1, (self.padded, -1)), b.unflatten(1, (-1, self.padded))
+
+    @property
+    def end(self) -> int:
+        return self.b + self.outputs * self.padded
 
 
 class WeightFormat(Protocol):
@@ -52,20 +91,55 @@ class RecordLayout:
 
     With bf16 weights the fp32 master is the weight plus its 16 low bits (`low`), so weights,
     master and both moments take 12 bytes per parameter, as with fp32 weights. Packed weights are
-    bytes, of which `dtype` is computed; they have no states.
+    bytes, of which `dtype` is computed; they have no states. Low-rank matrices (an adapter whose
+    scale is in B) may follow the weights; experts that have some are not trained.
     """
 
     shape: ExpertShape
     dtype: torch.dtype
     state_dtype: torch.dtype = torch.float32
     format: WeightFormat | None = None
+    ranks: LowRanks = NO_LOW_RANKS
+
+    @property
+    def bare(self) -> tuple[int, torch.dtype]:
+        """Number and type of the elements of the weights alone."""
+        if self.format is not None:
+            return self.format.nbytes, torch.uint8
+        return self.shape.numel, self.dtype
 
     @property
     def stored(self) -> tuple[int, torch.dtype]:
         """Number and type of the elements of a weight record."""
-        if self.format is not None:
-            return self.format.nbytes, torch.uint8
-        return self.shape.numel, self.dtype
+        numel, dtype = self.bare
+        if any(self.ranks):
+            end = max(planes.end for planes in self.low_rank if planes is not None)
+            numel = round_up(end * self.dtype.itemsize, _LINE) // dtype.itemsize
+        return numel, dtype
+
+    @functools.cached_property
+    def low_rank(self) -> tuple[LowRankPlanes | None, LowRankPlanes | None]:
+        """The low-rank parts of w_in and w_out."""
+        shape, line = self.shape, _LINE // self.dtype.itemsize
+        numel, dtype = self.bare
+        at = -(-numel * dtype.itemsize // self.dtype.itemsize)
+        found: list[LowRankPlanes | None] = []
+        sizes = (shape.d_model, shape.in_rows), (shape.d_hidden, shape.d_model)
+        for rank, (inputs, outputs) in zip(self.ranks, sizes, strict=True):
+            if not rank:
+                found.append(None)
+                continue
+            padded = round_up(rank, _RANK_STEP)
+            a = round_up(at, line)
+            b = round_up(a + padded * inputs, line)
+            planes = LowRankPlanes(a, b, inputs, outputs, rank, padded)
+            found.append(planes)
+            at = planes.end
+        return found[0], found[1]
+
+    def computed(self, records: Tensor) -> Tensor:
+        """Stored records in the dtype of computation, as their low-rank matrices are."""
+        return records if records.dtype == self.dtype else records.view(self.dtype)
 
     @property
     def weight_bytes(self) -> int:
@@ -96,11 +170,21 @@ class RecordLayout:
         return record[..., : numel * dtype.itemsize].view(dtype)
 
     def unpack(self, layer: int, stored: Tensor, out: Tensor) -> None:
-        """Copies the flat weights of a record of a layer into `out` [numel]."""
+        """Copies the flat weights of a record of a layer into `out` [numel], the sums with their
+        low-rank parts."""
         if self.format is None:
-            out.copy_(stored)
+            out.copy_(stored[: self.shape.numel])
         else:
             self.format.of_layer(layer).unpack(stored, out)
+        records, starts = self.computed(stored)[None], self.shape.starts
+        for planes, size, start in zip(self.low_rank, self.shape.sizes, starts, strict=False):
+            if planes is None:
+                continue
+            wide = torch.promote_types(out.dtype, torch.float32)
+            a, b = (part[0].to(wide) for part in planes.of(records))
+            weight = out[start : start + math.prod(size)].view(size)
+            product = (b @ a).to(out.device)
+            weight.copy_(weight.to(wide) + (product.T if self.shape.transposed else product))
 
     def state(self, record: Tensor, name: str) -> Tensor:
         """One optimizer state inside a state record's bytes."""

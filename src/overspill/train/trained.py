@@ -22,6 +22,7 @@ from overspill.models.huggingface.packed.quantized import (
 from overspill.models.offload import move_experts, offload_within
 from overspill.models.presets import get_preset
 from overspill.moe.layer import MoE
+from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.safetensors_stream import StreamReader
 from overspill.train import checkpoint
 from overspill.train.checkpoint import TrainState
@@ -153,20 +154,22 @@ def load_trained(trained: Trained, budgets: Budgets, quantize: str | None = None
     model.requires_grad_(False).eval()
     path = trained.path / "model.safetensors"
     if quantize is None:
-        offload_within(model, budgets, quiet=True)
+        offload_within(model, budgets)
         read_model(path, model, model.overspill)
         return model
     with StreamReader(path) as reader:
         modules = model.named_modules()
         layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, MoE)}
         source = _QuantizedRun(reader, trained, [*layers], quantize)
-        move_experts(model, [*layers.values()], budgets, quiet=True, source=source)
+        move_experts(model, [*layers.values()], budgets, source=source)
         read_dense(path, model, model.overspill)
     return model
 
 
 class _QuantizedRun:
     """Experts of a run, which are packed as those of the checkpoint that export makes of it."""
+
+    ranks = NO_LOW_RANKS
 
     def __init__(
         self, reader: StreamReader, trained: Trained, layers: Sequence[str], quantize: str

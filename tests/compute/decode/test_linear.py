@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from overspill.compute.activation import Function
 from overspill.compute.decode import constants
-from tests.compute.decode.near import assert_near, needs_triton, random
+from tests.compute.decode.near import assert_near, needs_triton, random, rms_norm
 from tests.compute.test_grouped_triton import FP32, every_device, every_dtype
 
 pytestmark = needs_triton
@@ -39,6 +39,29 @@ def test_rows_are_multiplied_by_a_matrix(
     assert wide.dtype is FP32
     assert_near(wide, expected, FP32)
     assert torch.equal(linear(x, w, b, function=Function.RELU), out.relu())
+
+
+@every_device
+@every_dtype
+@pytest.mark.parametrize("shift", [False, True])
+def test_products_of_norms_are_added_to_others(
+    linear: Any, shift: bool, dtype: torch.dtype, device: str
+) -> None:
+    from overspill.compute.decode.linear import RowNorm, reads_rows_whole
+
+    x, w, into = (random(*s, dtype=dtype, device=device) for s in ((2, 20), (7, 20), (2, 7)))
+    x += 3  # layer norms subtract the mean
+    gain, bias = (random(20, dtype=dtype, device=device) for _ in range(2))
+    normed = rms_norm(x, gain, 1e-3)
+    if shift:
+        normed = F.layer_norm(x.double(), (20,), gain.double(), bias.double(), 1e-3)
+    product = F.linear(normed, w.double())
+    norm = RowNorm(gain, bias if shift else None, 1e-3)
+    assert reads_rows_whole(w)
+    assert_near(linear(x, w, norm=norm), product, dtype)
+    expected = into.double() + product
+    assert linear(x, w, norm=norm, into_BN=into) is into
+    assert_near(into, expected, dtype)
 
 
 @every_device

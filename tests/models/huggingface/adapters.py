@@ -24,13 +24,14 @@ def make_adapter(
 ) -> Adapted:
     """A model in `folder`/base and an adapter of it in `folder`/adapter, all of whose tensors are
     random. Without target_modules it is for all dense linear layers that peft takes as such."""
-    peft: Any = pytest.importorskip("peft")
     model = make_model(family, dtype=dtype).eval()
     model.save_pretrained(folder / "base")
-    return Adapted(folder / "base", *_save_adapter(peft, model, folder, options))
+    return save_adapter(model, folder, folder / "base", **options)
 
 
-def _save_adapter(peft: Any, model: Any, folder: Path, options: dict[str, Any]) -> Any:
+def save_adapter(model: Any, folder: Path, base: Path, **options: Any) -> Adapted:
+    """An adapter of a model in `folder`/adapter, which says that the model is in `base`."""
+    peft: Any = pytest.importorskip("peft")
     given = {"r": 3, "lora_alpha": 7, "init_lora_weights": False, **options}
     given.setdefault("target_modules", dense_layers(model))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -40,9 +41,9 @@ def _save_adapter(peft: Any, model: Any, folder: Path, options: dict[str, Any]) 
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data += 0.2 * torch.randn(parameter.shape).to(parameter.dtype)
-        adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
         adapted.save_pretrained(folder / "adapter")
-    return folder / "adapter", adapted
+    return Adapted(base, folder / "adapter", adapted)
 
 
 def dense_layers(model: Any) -> list[str]:

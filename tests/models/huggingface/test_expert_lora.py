@@ -24,6 +24,7 @@ EXPERTS = {"target_parameters": [f"experts.{n}_proj" for n in ("gate_up", "down"
 ATTENTION = ["q_proj", "o_proj"]
 BOTH: dict[str, Any] = {"target_modules": ATTENTION, **EXPERTS}
 WEIGHTS = "adapter_model.safetensors"
+SERVED: dict[str, Any] = {"device": "cpu", "context": 64, "max_batch": 3, "slots": 2}
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 
 
@@ -102,7 +103,12 @@ def test_adapters_of_earlier_transformers(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.PeftModel.from_pretrained(plain, made.folder).eval()
+    expected = [plain_generate(model, prompt) for prompt in PROMPTS]
+    with LLM(made.folder, **SERVED) as llm:
+        assert llm.model.overspill.layout.ranks == (6, 3)
+        assert tokens_of(llm, PROMPTS) == expected
     check(made._replace(model=model), "AutoModelForCausalLM", tmp_path)
+    check_one_rank(made, tensors)
     del tensors["base_model.model.model.layers.1.block_sparse_moe.experts.2.w1.lora_A.weight"]
     del tensors["base_model.model.model.layers.1.block_sparse_moe.experts.2.w1.lora_B.weight"]
     save_file(tensors, made.folder / WEIGHTS)
@@ -110,14 +116,35 @@ def test_adapters_of_earlier_transformers(tmp_path: Path) -> None:
         overspill.merge(made.folder, tmp_path / "other")
 
 
+def check_one_rank(made: Adapted, tensors: dict[str, torch.Tensor]) -> None:
+    """Other ranks for one expert can be merged, but not be served."""
+    at = "base_model.model.model.layers.1.block_sparse_moe.experts.2.w2"
+    more = {f"{at}.lora_A.weight": torch.randn(4, 24), f"{at}.lora_B.weight": torch.randn(32, 4)}
+    save_file(tensors | more, made.folder / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"ranks 3 and 4 for experts of model.layers.1.*merge"):
+        LLM(made.folder, **SERVED)
+    save_file(tensors, made.folder / WEIGHTS)
+
+
 @pytest.mark.parametrize("name", slow_rows(["gpt_oss", "qwen3_moe"], 1))
-def test_served_tokens_are_those_of_peft(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["host", "disk"])
+def test_served_tokens_are_those_of_peft(name: str, mode: str, tmp_path: Path) -> None:
+    """Adapters of experts are in their records."""
     made = make(name, tmp_path)
     expected = [plain_generate(made.model, prompt) for prompt in PROMPTS]
-    with LLM(made.folder, device="cpu", context=64, max_batch=3, slots=2) as llm:
-        assert tokens_of(llm, PROMPTS) == expected
     with made.model.disable_adapter():
         assert [plain_generate(made.model, prompt) for prompt in PROMPTS] != expected
+    places: dict[str, Any] = {}
+    if mode == "disk":
+        places = {"disk": tmp_path, "host_memory": 40_000, "host_slots": 5}
+    with LLM(made.folder, **SERVED, **places) as llm:
+        engine = llm.model.overspill
+        assert engine.layout.ranks == (3, 3)
+        assert (engine.bytes_by_tier()["disk"] > 0) is (mode == "disk")
+        assert tokens_of(llm, PROMPTS) == expected
+        assert_near(llm.model.state_dict(), merged_by_peft(made))
+        with pytest.raises(ConfigError, match="adapter beside their weights, and cannot be chan"):
+            llm.model.load_state_dict(llm.model.state_dict())
 
 
 def test_sums_are_rounded_once(tmp_path: Path) -> None:

@@ -5,12 +5,18 @@ import torch
 from torch import nn
 from transformers import MixtralForCausalLM
 
+import overspill
 from overspill.core.errors import ConfigError
 from overspill.train.finetune.config import FinetuneConfig, FinetuneModelSection
-from overspill.train.finetune.lora import add_lora, attention_layers, save_adapter
+from overspill.train.finetune.lora import (
+    add_lora,
+    attention_layers,
+    lora_targets,
+    save_adapter,
+)
 from overspill.train.finetune.rows import collate
 from overspill.train.finetune.spec import plan_finetuning
-from tests.train.finetune.tiny import mixtral_config, tiny_settings, write_pairs
+from tests.train.finetune.tiny import mixtral_config, save_switch, tiny_settings, write_pairs
 
 
 def test_the_linear_layers_of_attention_are_found_and_no_others() -> None:
@@ -54,6 +60,32 @@ def test_an_adapter_names_its_base_as_it_is_found_from_anywhere(
         model.name_or_path = "/a/cache/of/the/hub"
         lora = add_lora(model, FinetuneModelSection(checkpoint=given, lora=3), seq2seq=False)
         assert lora.peft_config["default"].base_model_name_or_path == named
+
+
+def test_layers_that_cannot_have_adapters_are_named_before_weights_and_data_are_read(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    switch = save_switch(tmp_path / "switch")
+    for folder, flags, error in [
+        (switch, {"lora_experts": True}, "--lora-experts .* whose experts are separate modules"),
+        (mixtral, {"lora_targets": "query"}, "--lora-targets query is not a linear layer"),
+    ]:
+        settings = tiny_settings(folder, tmp_path / "nowhere.jsonl", tmp_path / "run", lora=4)
+        with pytest.raises(ConfigError, match=error):
+            plan_finetuning(FinetuneConfig.make(settings | flags), lambda line: None)
+
+
+def test_offloaded_experts_that_are_modules_have_no_stacks(tmp_path: Path) -> None:
+    model = overspill.load(save_switch(tmp_path), device="cpu", quiet=True, progress=False)
+    with pytest.raises(ConfigError, match="separate modules"):
+        add_lora(model, FinetuneModelSection(lora=4, lora_experts=True), seq2seq=True)
+    model.overspill.close()
+
+
+def test_other_layers_than_those_of_attention_may_be_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    section = FinetuneModelSection(lora=2, lora_targets="0")
+    assert lora_targets(model, section) == (["0"], [])
 
 
 def test_with_adapters_every_slot_holds_an_expert(mixtral: Path, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def attend(
     part = max(64, power(triton.cdiv(longest, 64)))
     alone = longest <= constants.ALONE and sinks_h is None
     parts = 1 if alone else triton.cdiv(longest, part)
-    part = power(longest) if alone else part
+    part = max(16, power(longest)) if alone else part  # 16 is the least of tensor cores
     out = torch.empty(batch, heads * out_width, dtype=q.dtype, device=q.device)
     gates = out if gated_row is None else gated_row
     sums = stats = out
@@ -128,13 +128,14 @@ def attend(
     group = heads // kv_heads
     reach = 1 if bias_hn is None else bias_hn.shape[-1]
     bias_stride = 0 if bias_hn is None or bias_hn.dim() == 2 else bias_hn.stride(0)
+    lanes, out_lanes = (max(16, power(each)) for each in (width, out_width))
+    tile = min(64, part, (1 << 15) // (lanes * keys.element_size()))  # as shared memory has room
     _attend_kernel[(batch, kv_heads, parts)](
         q, keys, values, positions_B, blocks_Bn, q if bias_hn is None else bias_hn, gates, sums,
         stats, scale, softcap or 0.0, q.stride(0), blocks_Bn.stride(0), parts, window or 0, reach,
         bias_stride, gates.stride(0), packed, alone, gated_row is not None, bias_hn is not None,
-        softcap is not None, group, kv_heads, block_size, width, max(16, power(width)), out_width,
-        max(16, power(out_width)), part, min(64, part), max(16, power(group)), WIDEN, num_warps=4,
-        **early(q.device),
+        softcap is not None, group, kv_heads, block_size, width, lanes, out_width, out_lanes, part,
+        tile, max(16, power(group)), WIDEN, num_warps=4, **early(q.device),
     )  # fmt: skip
     if alone:
         return out

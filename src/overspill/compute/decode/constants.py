@@ -22,12 +22,14 @@ LARGE = 1 << 15
 """Rows of a matrix from which programs read in larger pieces."""
 LARGE_TILE, SMALL_TILE = Tile(8, 512, 4), Tile(2, 2048, 4)
 EXPERT_IN_TILE, EXPERT_OUT_TILE = Tile(2, 2048, 4), Tile(1, 256, 4)
-PACKED_IN_TILE, PACKED_OUT_TILE = Tile(4, 256, 2), Tile(4, 256, 2)
+PACKED_IN_TILE, PACKED_OUT_TILE = Tile(2, 128, 1), Tile(2, 256, 2)
 """Rows and int32 of packed experts. With 4 int32 for each thread, inputs are loaded as the products
 need them, without shared memory."""
+PACKED_REGISTERS = 80
+"""Most of a thread: all programs of a token then run at once on a GPU with 132 multiprocessors."""
 GROUP_TILE = Tile(64, 64, 4)
 """Fastest on an H200."""
-PACKED_GROUP_TILE, PACKED_WIDE_TILE = Tile(64, 32, 4), Tile(32, 16, 4)
+PACKED_GROUP_TILE, PACKED_WIDE_TILE = Tile(64, 16, 4), Tile(32, 8, 4)
 """Rows and int32 of packed experts, in bf16 and in float32."""
 WIDE = 2048
 """Hidden width from which a program reads so much of an expert at once."""

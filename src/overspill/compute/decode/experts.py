@@ -15,6 +15,7 @@ from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.expert_groups import experts_of_several
 from overspill.compute.decode.host import Request, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink
 from overspill.compute.decode.packed_experts import packed_experts
 from overspill.compute.decode.packing import PackedRecords
 
@@ -30,51 +31,60 @@ def experts(
     transposed: bool,
     request: Request | None = None,
     packed: PackedRecords | None = None,
+    low: LowRankRecords | None = None,
 ) -> Tensor:
     """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
     record of an expert begins at `base` plus its offset, in elements of `base`, which are bytes if
-    records are `packed`. `request` is sent to the CPU first."""
+    records are `packed`; `low` are the low-rank parts in records. `request` is sent to the CPU
+    first."""
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)
     n_in = 2 * d_hidden if activation.gated else d_hidden
     numel = n_in * width + width * d_hidden + (n_in + width if bias else 0)
-    align = 16 if numel % 16 == 0 else 1  # of records, in elements
+    # of records, in elements
+    align = 16 if numel % 16 == 0 or low is not None else 1
     sizes = width, d_hidden, n_in, top_k
     kind = int(activation.function), activation.gated, bias, transposed, align
     flags = request_arguments(request, offsets_BK)
+    low = low or LowRankRecords(base, None, None)
+    low_in = shrink(x_BD, low.memory, low.w_in, offsets_BK, flags)
+    if low_in.factors is not None:  # it has sent the request
+        flags = request_arguments(None, offsets_BK)
     if batch >= constants.SEVERAL:
-        args = x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags, packed
+        args = x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags, packed, low_in, low
         return experts_of_several(*args)
     if packed is not None:
         own = int(activation.function), activation.gated, bias
-        return packed_experts(x_BD, weights_BK, offsets_BK, d_hidden, own, flags, packed)
+        parts = packed, low_in, low
+        return packed_experts(x_BD, weights_BK, offsets_BK, d_hidden, own, flags, *parts)
     rows, block, warps = constants.EXPERT_IN_TILE
     block = min(block, power(width))
     if transposed:  # rows of the result are adjacent in memory
         rows, block = 64, 32
     _expert_in_kernel[(triton.cdiv(d_hidden, rows), batch * top_k)](
-        x_BD, base, offsets_BK, hidden, *flags.values, *sizes, *kind, rows, block,
-        *flags.constants, num_warps=warps, **early(x_BD.device),
+        x_BD, base, offsets_BK, hidden, *low_in[:2], *flags.values, *sizes, *kind, low_in.factors,
+        rows, block, *flags.constants, num_warps=warps, **early(x_BD.device),
     )  # fmt: skip
+    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, request_arguments(None, offsets_BK))
     out = torch.empty(batch, width, dtype=torch.float32, device=x_BD.device)
     rows, block, warps = constants.EXPERT_OUT_TILE
     block = min(power(d_hidden), block if d_hidden < constants.WIDE else constants.WIDE)
     if transposed:
         rows, block = 32, 32
     _expert_out_kernel[(triton.cdiv(width, rows), batch)](
-        hidden, base, offsets_BK, weights_BK, out, width, n_in, d_hidden, top_k, *kind[2:], rows,
-        block, num_warps=warps, **early(x_BD.device),
+        hidden, base, offsets_BK, weights_BK, out, *low_out[:2], width, n_in, d_hidden, top_k,
+        *kind[2:], low_out.factors, rows, block, num_warps=warps, **early(x_BD.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _expert_in_kernel(
-    x, base, offsets, out, ready, done, missed, n_rows, width, hidden, n_in, top_k,
+    x, base, offsets, out, low, shrunk, ready, done, missed, n_rows, width, hidden, n_in, top_k,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr,
-    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+    ALIGN: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
     after(EARLY)
@@ -88,6 +98,11 @@ def _expert_in_kernel(
     gate, up = rows, rows + hidden
     if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
+    if LOW is not None:  # first: what it reads is on its way while weights are multiplied
+        low_g = tl.sum(expand(low, offset, shrunk + pair * LOW.padded, gate, there, LOW), 1)
+        low_u = low_g
+        if GATED:
+            low_u = tl.sum(expand(low, offset, shrunk + pair * LOW.padded, up, there, LOW), 1)
     token = x + pair // top_k * width
     first = tl.zeros((ROWS, BLOCK), tl.float32)
     second = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -106,6 +121,9 @@ def _expert_in_kernel(
                 at = columns[None, :] * n_in + up[:, None]
             second += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
     g, u = tl.sum(first, 1), tl.sum(second, 1)
+    if LOW is not None:
+        g += low_g
+        u += low_u
     biases = record + n_in * width + width * hidden
     kind = out.dtype.element_ty
     if BIAS:
@@ -118,9 +136,9 @@ def _expert_in_kernel(
 
 @triton.jit
 def _expert_out_kernel(
-    a, base, offsets, weights, out, width, n_in, HIDDEN: tl.constexpr, TOP_K: tl.constexpr,
-    BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    a, base, offsets, weights, out, low, shrunk, width, n_in, HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, ALIGN: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < width
@@ -128,6 +146,9 @@ def _expert_out_kernel(
     after(EARLY)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     bias = tl.zeros((ROWS,), tl.float32)
+    if LOW is not None:
+        LANES: tl.constexpr = LOW.lanes
+        terms = tl.zeros((ROWS, LANES), tl.float32)
     for k in tl.static_range(TOP_K):
         pair = batch * TOP_K + k
         offset = tl.load(offsets + pair)
@@ -147,7 +168,12 @@ def _expert_out_kernel(
             own_bias = record + width * HIDDEN + n_in
             b = tl.load(own_bias + rows, mask=there & here, other=0.0)
             bias += b.to(tl.float32) * share
+        if LOW is not None:
+            own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
+            terms += tl.where(here, own, 0.0) * share
     result = tl.sum(total, 1)
     if BIAS:
         result += bias
+    if LOW is not None:
+        result += tl.sum(terms, 1)
     tl.store(out + batch * width + rows, result, mask=there)

@@ -32,3 +32,19 @@ def after(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """What kernels before this one have written may be read from here on. If the kernel before this
+    one waits before it lets this one begin, what those before it have written may be read at once.
+    """
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """The next kernel may begin: it waits for this one."""
+    if EARLY:
+        gdc_launch_dependents()

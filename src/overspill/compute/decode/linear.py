@@ -2,7 +2,9 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""Products of very few rows with a dense matrix."""
+"""Products of very few rows with a dense matrix, with what comes before and after them."""
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +17,23 @@ from overspill.compute.decode.activate import activate
 from overspill.compute.decode.launch import after, early, power
 
 
+class RowNorm(NamedTuple):
+    """A norm of rows: a layer norm if it has a bias, else an RMS norm."""
+
+    weight_K: Tensor
+    bias_K: Tensor | None
+    eps: float
+
+
+def reads_rows_whole(w_NK: Tensor) -> bool:
+    """Whether a program of `linear` has a whole row of x at once, which a norm needs."""
+    return w_NK.shape[1] <= _tile_of(w_NK.shape[0]).block
+
+
+def _tile_of(n: int) -> constants.Tile:
+    return constants.LARGE_TILE if n >= constants.LARGE else constants.SMALL_TILE
+
+
 def linear(
     x_BK: Tensor,
     w_NK: Tensor,
@@ -22,24 +41,38 @@ def linear(
     dtype: torch.dtype | None = None,
     function: Function | None = None,
     gate: Function | None = None,
+    norm: RowNorm | None = None,
+    into_BN: Tensor | None = None,
 ) -> Tensor:
     """A function of x @ w^T + bias, for very few rows. With `gate`, rows of x are gates, up values
-    and one number: x is that function of the gates, times up values and the number's sigmoid."""
+    and one number: x is that function of the gates, times up values and the number's sigmoid. A
+    norm, which needs whole rows, is applied to x first. Adds the result to `into`, in place, if
+    that is given."""
     (n, width), n_rows = w_NK.shape, len(x_BK)
-    out = torch.empty(n_rows, n, dtype=dtype or x_BK.dtype, device=x_BK.device)
-    tile = constants.LARGE_TILE if n * n_rows >= constants.LARGE else constants.SMALL_TILE
+    out = into_BN
+    if out is None:
+        out = torch.empty(n_rows, n, dtype=dtype or x_BK.dtype, device=x_BK.device)
+    tile = _tile_of(n * n_rows)
     block = min(tile.block, power(width))
+    of_norm, how, eps = (w_NK, w_NK), 0, 0.0
+    if norm is not None:
+        assert width <= block
+        shift = norm.bias_K
+        of_norm = norm.weight_K, w_NK if shift is None else shift
+        how, eps = 1 if shift is None else 2, norm.eps
     _linear_kernel[(triton.cdiv(n, tile.rows), n_rows)](
-        x_BK, w_NK, x_BK if bias_N is None else bias_N, out, n, width, bias_N is not None,
-        -1 if function is None else int(function), -1 if gate is None else int(gate), tile.rows,
-        block, num_warps=tile.warps, **early(out.device),
+        x_BK, w_NK, x_BK if bias_N is None else bias_N, *of_norm, out, n, width, eps, how,
+        bias_N is not None, -1 if function is None else int(function),
+        -1 if gate is None else int(gate), into_BN is not None, tile.rows, block,
+        num_warps=tile.warps, **early(out.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _linear_kernel(
-    x, w, bias, out, n, width, BIAS: tl.constexpr, FUNCTION: tl.constexpr, GATE: tl.constexpr,
+    x, w, bias, norm_weight, norm_bias, out, n, width, eps, NORM: tl.constexpr,
+    BIAS: tl.constexpr, FUNCTION: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -49,6 +82,10 @@ def _linear_kernel(
     columns = tl.arange(0, BLOCK)
     first = w + rows.to(tl.int64)[:, None] * width + columns[None, :]
     weights = tl.load(first, mask=there[:, None] & (columns < width)[None, :], other=0.0)
+    if NORM > 0:
+        gain = tl.load(norm_weight + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if NORM > 1:
+        shift = tl.load(norm_bias + columns, mask=columns < width, other=0.0).to(tl.float32)
     after(EARLY)
     x += batch * (width if GATE < 0 else 2 * width + 1)
     for start in range(0, width, BLOCK):
@@ -56,7 +93,14 @@ def _linear_kernel(
         if GATE >= 0:
             up = tl.load(x + width + start + columns, mask=columns < width - start, other=0.0)
             value = activate(value, up, value.dtype, GATE, True)
-        total += weights.to(tl.float32) * value.to(tl.float32)[None, :]
+        value = value.to(tl.float32)
+        if NORM > 1:
+            value = tl.where(columns < width, value - tl.sum(value, 0) / width, 0.0)
+        if NORM > 0:
+            value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps) * gain
+        if NORM > 1:
+            value += shift
+        total += weights.to(tl.float32) * value[None, :]
         inside = columns < width - start - BLOCK
         weights = tl.load(first + start + BLOCK, mask=there[:, None] & inside[None, :], other=0.0)
     result = tl.sum(total, 1)
@@ -67,4 +111,7 @@ def _linear_kernel(
     kind = out.dtype.element_ty
     if FUNCTION >= 0:
         result = activate(result, result, kind, FUNCTION, False)
-    tl.store(out + batch * n + rows, result.to(kind), mask=there)
+    to = out + batch * n + rows
+    if ADD:
+        result = result.to(tl.float32) + tl.load(to, mask=there, other=0.0).to(tl.float32)
+    tl.store(to, result.to(kind), mask=there)

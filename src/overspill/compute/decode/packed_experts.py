@@ -25,8 +25,9 @@ from overspill.compute.codes_triton import (
 )
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, send_request
-from overspill.compute.decode.launch import after, early, power
+from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
+from overspill.compute.decode.launch import early, let_next_begin, power, wait
+from overspill.compute.decode.low_rank import LowRankPart, LowRankRecords, expand, shrink
 from overspill.compute.decode.packing import (
     PackedRecords,
     at_record,
@@ -44,6 +45,8 @@ def packed_experts(
     kind: tuple[int, bool, bool],
     flags: RequestArguments,
     packed: PackedRecords,
+    low_in: LowRankPart,
+    low: LowRankRecords,
 ) -> Tensor:
     """`kind` is the function, and whether experts are gated and have biases."""
     (batch, width), top_k, device = x_BD.shape, offsets_BK.shape[1], x_BD.device
@@ -58,15 +61,19 @@ def packed_experts(
     tile = constants.PACKED_IN_TILE
     block = min(tile.block, power(width * packing.gate.bits // 32))
     _packed_in_kernel[(triton.cdiv(d_hidden, tile.rows), batch * top_k)](
-        inputs, *w_in, biases, offsets_BK, hidden, x_BD, top_k, *kind, packing, tile.rows, block,
-        num_warps=tile.warps, **early(device),
+        inputs, *w_in, biases, offsets_BK, hidden, x_BD, *low_in[:2], top_k, *kind, packing,
+        low_in.factors, tile.rows, block, num_warps=tile.warps,
+        maxnreg=constants.PACKED_REGISTERS, **early(device),
     )  # fmt: skip
+    none = request_arguments(None, offsets_BK)
+    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none, packing.out, scaled=True)
     out = torch.empty(batch, width, dtype=torch.float32, device=device)
     tile = constants.PACKED_OUT_TILE
     block = min(tile.block, power(d_hidden * packing.out.bits // 32))
     _packed_out_kernel[(triton.cdiv(width, tile.rows), batch)](
-        hidden, *w_out, biases, offsets_BK, weights_BK, out, width, top_k, kind[2], packing,
-        tile.rows, block, num_warps=tile.warps, **early(device),
+        hidden, *w_out, biases, offsets_BK, weights_BK, out, *low_out[:2], width, top_k, kind[2],
+        packing, low_out.factors, tile.rows, block, num_warps=tile.warps,
+        maxnreg=constants.PACKED_REGISTERS, **early(device),
     )  # fmt: skip
     return out
 
@@ -79,7 +86,8 @@ def _arrange_kernel(
     """Writes inputs by places."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * width
-    after(EARLY)
+    wait(EARLY)
+    let_next_begin(EARLY)
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
     value = tl.load(x + row + columns, mask=columns < width, other=0.0).to(tl.float32)
     value *= input_factors(columns, MATRIX)
@@ -88,30 +96,32 @@ def _arrange_kernel(
 
 @triton.jit
 def _packed_in_kernel(
-    inputs, codes, scales, zeros, factors, biases, offsets, out, x, top_k, FUNCTION: tl.constexpr,
-    GATED: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    inputs, codes, scales, zeros, factors, biases, offsets, out, x, low, shrunk, top_k,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     GATE: tl.constexpr = PACKING.gate
     UP: tl.constexpr = PACKING.up_matrix
     OUT: tl.constexpr = PACKING.out
     hidden: tl.constexpr = OUT.columns
     pair = tl.program_id(1)
-    after(EARLY)
     offset = tl.load(offsets + pair)
-    if offset == -(1 << 62):
-        return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = rows < hidden
+    there = (rows < hidden) & (offset != -(1 << 62))
     g, u = _gates_and_up(
         inputs + pair // top_k * GATE.columns, codes, scales, zeros, factors,
         offset, rows * PACKING.gate_step, rows * PACKING.gate_step + PACKING.up, there, GATE, UP,
-        GATED, ROWS, BLOCK,
+        GATED, ROWS, BLOCK, EARLY,
     )  # fmt: skip
+    gate, up = rows, rows + hidden
+    if FUNCTION == CLAMPED:
+        gate, up = 2 * rows, 2 * rows + 1
+    if LOW is not None:
+        own = shrunk + pair * LOW.padded
+        g += tl.sum(expand(low, offset, own, gate, there, LOW), 1)
+        if GATED:
+            u += tl.sum(expand(low, offset, own, up, there, LOW), 1)
     if BIAS:
-        gate, up = rows, rows + hidden
-        if FUNCTION == CLAMPED:
-            gate, up = 2 * rows, 2 * rows + 1
         own_bias = at_record(biases, offset) + PACKING.b_in
         g += tl.load(own_bias + gate, mask=there, other=0.0).to(tl.float32)
         if GATED:
@@ -125,46 +135,51 @@ def _packed_in_kernel(
 def _gates_and_up(
     inputs, codes, scales, zeros, factors, offset, gate, up, there, GATE: tl.constexpr,
     UP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Products of some rows of gate and up matrices with a token."""
     words: tl.constexpr = GATE.columns * GATE.bits // 32
     UNIT: tl.constexpr = GATE.unit
     UNITS: tl.constexpr = BLOCK // UNIT
+    units: tl.constexpr = (words + UNIT - 1) // UNIT
     first = tl.zeros((ROWS, UNITS), tl.float32)
     second = tl.zeros((ROWS, UNITS), tl.float32)
     offsets = offset + tl.zeros((UNITS,), tl.int64)
     unit = tl.arange(0, UNITS)
-    inside = unit < (words + UNIT - 1) // UNIT
-    w, s = load_units(codes, scales, offsets, gate, unit, there, inside, GATE)
+    w, s = load_units(codes, scales, offsets, gate, unit, there, unit < units, GATE)
     w2, s2 = w, s
     if GATED:
-        w2, s2 = load_units(codes, scales, offsets, up, unit, there, inside, UP)
+        w2, s2 = load_units(codes, scales, offsets, up, unit, there, unit < units, UP)
+    # codes are on their way while the kernel before ends
+    wait(EARLY)
+    let_next_begin(EARLY)
     for start in range(0, words, BLOCK):
         next_w, next_s, next_w2, next_s2 = w, s, w2, s2
         unit = start // UNIT + tl.arange(0, UNITS)
+        inside = unit < units
         if words > BLOCK:
             # first: they are on their way while others are computed
-            after_it = unit + UNITS
-            inside = after_it < (words + UNIT - 1) // UNIT
+            then = unit + UNITS
             next_w, next_s = load_units(
-                codes, scales, offsets, gate, after_it, there, inside, GATE
+                codes, scales, offsets, gate, then, there, then < units, GATE
             )  # fmt: skip
             if GATED:
                 next_w2, next_s2 = load_units(
-                    codes, scales, offsets, up, after_it, there, inside, UP
-                )  # fmt: skip
-        inside = unit < (words + UNIT - 1) // UNIT
+                    codes, scales, offsets, up, then, there, then < units, UP
+                )
         word = words_of_units(unit, GATE)
         mask = inside[None, :, None] & (word < words)
         g = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
         u = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
         total = tl.zeros((1, UNITS, UNIT), tl.float32)
-        for place in tl.static_range(32 // GATE.bits):
-            value = tl.load(inputs + place * words + word, mask=mask, other=0.0)
-            g += term_of_word(w, place, GATE) * value
-            if GATED:
-                u += term_of_word(w2, place, UP) * value
-            total += zero_term(value, place, GATE)
+        for _ in range(2):  # halves of int32: code that is half as long
+            for place in tl.static_range(16 // GATE.bits):
+                value = tl.load(inputs + place * words + word, mask=mask, other=0.0)
+                g += term_of_word(w, place, GATE) * value
+                if GATED:
+                    u += term_of_word(w2, place, UP) * value
+                total += zero_term(value, place, GATE)
+            w, w2, word = w >> 16, w2 >> 16, word + words * (16 // GATE.bits)
         z = unit_zeros(zeros, offsets, gate, unit, there, inside, GATE)
         first += sum_units(g, total, z, GATE) * scale_of(s, GATE)
         if GATED:
@@ -172,33 +187,43 @@ def _gates_and_up(
             second += sum_units(u, total, z, UP) * scale_of(s2, UP)
         w, s, w2, s2 = next_w, next_s, next_w2, next_s2
     factors = at_record(factors, offset)
-    g = tl.sum(first, 1) * load_factor(factors, True, GATE)
-    return g, tl.sum(second, 1) * load_factor(factors, True, UP)
+    here = offset != -(1 << 62)
+    g = tl.sum(first, 1) * load_factor(factors, here, GATE)
+    return g, tl.sum(second, 1) * load_factor(factors, here, UP)
 
 
 @triton.jit
 def _packed_out_kernel(
-    inputs, codes, scales, zeros, factors, biases, offsets, weights, out, width,
-    TOP_K: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    inputs, codes, scales, zeros, factors, biases, offsets, weights, out, low, shrunk, width,
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, PACKING: tl.constexpr, LOW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     OUT: tl.constexpr = PACKING.out
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < width
     batch = tl.program_id(1)
-    after(EARLY)
     result = _weighted_sum(
         inputs, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
-        OUT, ROWS, BLOCK,
+        OUT, ROWS, BLOCK, EARLY,
     )  # fmt: skip
-    if BIAS:
+    if LOW is not None:
+        LANES: tl.constexpr = LOW.lanes
+        terms = tl.zeros((ROWS, LANES), tl.float32)
+    if BIAS or LOW is not None:
         for k in tl.static_range(TOP_K):
-            offset = tl.load(offsets + batch * TOP_K + k)
+            pair = batch * TOP_K + k
+            offset = tl.load(offsets + pair)
             here = offset != -(1 << 62)
-            share = tl.load(weights + batch * TOP_K + k, mask=here, other=0.0)
-            own_bias = at_record(biases, offset) + PACKING.b_out
-            b = tl.load(own_bias + rows, mask=there & here, other=0.0)
-            result += b.to(tl.float32) * share
+            share = tl.load(weights + pair, mask=here, other=0.0)
+            if BIAS:
+                own_bias = at_record(biases, offset) + PACKING.b_out
+                b = tl.load(own_bias + rows, mask=there & here, other=0.0)
+                result += b.to(tl.float32) * share
+            if LOW is not None:
+                own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
+                terms += tl.where(here, own, 0.0) * share
+    if LOW is not None:
+        result += tl.sum(terms, 1)
     tl.store(out + batch * width + rows, result, mask=there)
 
 
@@ -206,6 +231,7 @@ def _packed_out_kernel(
 def _weighted_sum(
     inputs, codes, scales, zeros, factors, offsets, weights, first, rows, there,
     TOP_K: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some rows of the weighted sum over the experts of a token. Units are those of all experts,
     one after another."""
@@ -217,6 +243,9 @@ def _weighted_sum(
     at = tl.arange(0, UNITS)
     offset, inside, share = _experts_of(offsets, weights, first, at // units, TOP_K)
     w, s = load_units(codes, scales, offset, rows, at % units, there, inside, OUT)
+    # codes are on their way while the kernel before ends
+    wait(EARLY)
+    let_next_begin(EARLY)
     for start in range(0, TOP_K * units, UNITS):
         at = start + tl.arange(0, UNITS)
         after_it = at + UNITS
@@ -230,13 +259,15 @@ def _weighted_sum(
         k, unit = at // units, at % units
         word = words_of_units(unit, OUT)
         mask = inside[None, :, None] & (word < words)
-        own = inputs + ((first + k) * OUT.columns)[None, :, None]
+        own = inputs + ((first + k) * OUT.columns)[None, :, None] + word
         part = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
         total = tl.zeros((1, UNITS, UNIT), tl.float32)
-        for place in tl.static_range(32 // OUT.bits):
-            value = tl.load(own + place * words + word, mask=mask, other=0.0)
-            part += term_of_word(w, place, OUT) * value
-            total += zero_term(value, place, OUT)
+        for _ in range(2):  # halves of int32: code that is half as long
+            for place in tl.static_range(16 // OUT.bits):
+                value = tl.load(own + place * words, mask=mask, other=0.0)
+                part += term_of_word(w, place, OUT) * value
+                total += zero_term(value, place, OUT)
+            w, own = w >> 16, own + words * (16 // OUT.bits)
         z = unit_zeros(zeros, offset, rows, unit, there, inside, OUT)
         share *= load_factor(at_record(factors, offset), inside, OUT)
         result += sum_units(part, total, z, OUT) * (scale_of(s, OUT) * share[None, :])

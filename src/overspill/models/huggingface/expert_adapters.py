@@ -148,6 +148,11 @@ def _activate(
             "offloaded experts support one at a time: model.set_adapter(name)"
         )
     before = placeholder.adapters
+    if active and any(placeholder.engine.layout.ranks):
+        raise ConfigError(
+            "the experts of this model have an adapter already, which LLM(adapter=...) has put "
+            "beside their weights; merge it with overspill.merge, and load that"
+        )
     if active:
         factors: list[Factors | None] = [None, None] if before is None else list(before.factors)
         factors[_matrix_of(wrapper, placeholder)] = _factors(wrapper, active[0])

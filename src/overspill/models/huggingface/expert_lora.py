@@ -8,6 +8,7 @@ and up projection are two halves of the rows of one matrix of today.
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,14 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
+from overspill.core.experts import ExpertId
+from overspill.models.fill import ExpertSource
 from overspill.models.huggingface.conversion import Renamer, Sources
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
 from overspill.models.huggingface.lora_config import MATRIX_A, MATRIX_B, LoraConfig
 from overspill.moe.adapters import Factors
-from overspill.tiers.safetensors_stream import StreamReader
+from overspill.tiers.layout import LowRanks, RecordLayout
+from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,11 @@ class ExpertChanges:
         parts: Mapping[str, Sequence[ExpertPart]],
         layers: Mapping[str, StackedExperts],
         read: Callable[[str], Tensor],
+        specs: Mapping[str, TensorSpec],
     ) -> None:
-        """Both by the names of stacks; `read` returns a tensor of the adapter, in float32 or
-        wider."""
-        self._parts, self._layers, self._read = parts, layers, read
+        """`parts` and `layers` are by the names of stacks; `read` returns a tensor of the adapter,
+        in float32 or wider, and `specs` are those of all."""
+        self._parts, self._layers, self._read, self._specs = parts, layers, read, specs
         # experts are read layer by layer, both stacks of some of them at the same time
         self._factors = functools.lru_cache(maxsize=4)(self._read_factors)
 
@@ -71,6 +76,48 @@ class ExpertChanges:
                 rows = (weight.T if transposed else weight).chunk(part.pieces)[part.piece]
                 rows += (self._read(part.b) @ self._read(part.a)) * part.scale
 
+    def ranks(self) -> LowRanks:
+        """The largest ranks of both matrices of an expert in any layer. Raises if ranks differ by
+        expert: then records cannot be the same."""
+        found = [0, 0]
+        for name, parts in self._parts.items():
+            layer, ranks = self._layers[name], Counter[int]()
+            for part in parts:
+                rank, n_experts = self._specs[part.a].shape[0], layer.n_experts
+                for expert in range(n_experts) if part.expert is None else (part.expert,):
+                    ranks[expert] += rank // n_experts if part.expert is None else rank
+            if len(set(ranks.values())) > 1:
+                raise ConfigError(
+                    f"the adapter has ranks {min(ranks.values())} and {max(ranks.values())} for "
+                    f"experts of {name}, and one rank is needed to serve it beside them; make a "
+                    "checkpoint of it with overspill merge"
+                )
+            number = int(name.endswith(layer.names[1]))
+            found[number] = max(found[number], *ranks.values())
+        return LowRanks(*found)
+
+    @torch.no_grad()
+    def low_rank(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
+        """A [r, I] and B [O, r] of one expert of a stack, whose scale is in B; of rank 0 if the
+        stack is not changed."""
+        layer = self._layers[name]
+        size = layer.shape.sizes[int(name.endswith(layer.names[1]))]
+        outputs, inputs = size[::-1] if layer.shape.transposed else size
+        all_a, all_b = [torch.empty(0, inputs)], [torch.empty(outputs, 0)]
+        for part in self._parts.get(name, ()):
+            if part.expert is None:
+                factors = self._factors(part, layer.n_experts)
+                a, b = factors.a_ErI[expert], factors.b_EOr[expert]
+            elif part.expert == expert:
+                a, b = self._read(part.a), self._read(part.b)
+            else:
+                continue
+            rows = torch.zeros(outputs, len(a), dtype=b.dtype)
+            rows.chunk(part.pieces)[part.piece].copy_(b * part.scale)
+            all_a.append(a)
+            all_b.append(rows)
+        return torch.cat(all_a), torch.cat(all_b, dim=1)
+
     def _read_factors(self, part: ExpertPart, n_experts: int) -> Factors:
         a, b = self._read(part.a), self._read(part.b)
         return Factors(
@@ -78,6 +125,36 @@ class ExpertChanges:
             b.view(b.shape[0], -1, n_experts).permute(2, 0, 1).contiguous(),
             part.scale,
         )
+
+
+class AdaptedExperts:
+    """Reads experts from `source`, and behind their weights the matrices of an adapter."""
+
+    def __init__(
+        self, source: ExpertSource, changes: ExpertChanges, layers: Sequence[HuggingFaceExperts]
+    ) -> None:
+        self._source, self._changes, self._layers = source, changes, layers
+        self.format, self.ranks = source.format, changes.ranks()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that `fill` needs beside a record."""
+        return self._source.buffer_bytes
+
+    def fill(self, expert: ExpertId, record: Tensor) -> None:
+        """Reads one expert into its record."""
+        layer = self._layers[expert.layer]
+        assert isinstance(layer, StackedExperts)
+        layout = RecordLayout(layer.shape, layer.dtype, format=self.format, ranks=self.ranks)
+        numel, _ = layout.bare
+        self._source.fill(expert, record[:numel])
+        record[numel:].zero_()
+        for number, planes in enumerate(layout.low_rank):
+            if planes is None:
+                continue
+            a_rI, b_Or = self._changes.low_rank(f"{layer.path}.{layer.names[number]}", expert.index)
+            a, b = (each[0] for each in planes.of(layout.computed(record)[None]))
+            a[: len(a_rI)], b[:, : len(a_rI)] = a_rI, b_Or
 
 
 class StackMatching:
@@ -107,7 +184,7 @@ class StackMatching:
 
     def changes(self, read: Callable[[str], Tensor]) -> ExpertChanges:
         parts = {name: [*parts.values()] for name, parts in self.parts.items()}
-        return ExpertChanges(parts, self._stacks, read)
+        return ExpertChanges(parts, self._stacks, read, self._reader.specs)
 
     def add(self, path: str, key: str) -> bool:
         """Notes a tensor of the adapter. False: it is not for experts in a stack."""

@@ -15,6 +15,7 @@ from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.lora import LoraTensors
 from overspill.models.huggingface.packed.tensor import PackedTensor
 from overspill.moe.state_dict import Place, split_record
+from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.safetensors_stream import TensorSpec
 
 
@@ -33,6 +34,7 @@ class Recipes:
     """The sources of every expert tensor, checked before any memory is allocated."""
 
     format = None
+    ranks = NO_LOW_RANKS
 
     def __init__(
         self,
@@ -40,9 +42,12 @@ class Recipes:
         layers: Sequence[HuggingFaceExperts],
         folder: Tensors,
         lora: LoraTensors | None = None,
+        adds_to_experts: bool = True,
     ) -> None:
-        """`lora` is an adapter that is added to the experts."""
+        """`lora` is an adapter that is added to the experts; only to those in tensors of their own
+        unless `adds_to_experts`."""
         self.model, self.layers, self.folder, self._lora = model, layers, folder, lora
+        self._adds_to_stacks = adds_to_experts
         self._sources = self._match()
         for layer in layers:
             for index in range(layer.n_experts):
@@ -151,7 +156,7 @@ class Recipes:
     @property
     def _copies(self) -> bool:
         return any(
-            (self._lora is not None and self._lora.changes(name))
+            self._changes(name)
             or not (sources.converter is None or sources.merges)
             or any(key in self.folder.packed for key in keys)
             or any(self.folder.specs[key].dtype != self.layers[0].dtype for key in keys)
@@ -166,10 +171,11 @@ class Recipes:
         for number, place in enumerate(layer.places(expert.index)):
             name = f"{layer.path}.{place.name}"
             sources = self._sources[name]
-            if self._lora is not None and self._lora.changes(name):
+            if self._changes(name):
                 raise ConfigError(
                     f"the adapter changes experts ({name}), which then cannot stay packed; load "
-                    "the model without packed=True (--packed)"
+                    "the model without packed=True (--packed), or serve the adapter: "
+                    "LLM(adapter=...)"
                 )
             if sources.converter is None:
                 (key,) = sources.keys[""]
@@ -189,10 +195,16 @@ class Recipes:
         for place, part in zip(layer.places(expert.index), parts, strict=True):
             name = f"{layer.path}.{place.name}"
             read = functools.partial(self._read, name, place)
-            if self._lora is not None and self._lora.changes(name):
+            if self._lora is not None and self._changes(name):
                 self._lora.change_expert(name, place.expert, part, read)
             else:
                 read(part)
+
+    def _changes(self, name: str) -> bool:
+        """Whether the adapter is added to a tensor of experts."""
+        if self._lora is None or (name in self._lora.stacks and not self._adds_to_stacks):
+            return False
+        return self._lora.changes(name)
 
     def _read(self, name: str, place: Place, part: Tensor) -> None:
         """Reads one tensor of an expert."""

@@ -98,6 +98,8 @@ class StreamingCompute(ExpertCompute):
         reason = why_unsupported(layout.dtype, layout.shape, None)
         if layout.format is not None:
             reason = "the kernel does not read packed experts"
+        if any(layout.ranks):
+            reason = "the experts have an adapter beside their weights"
         if self._store.disk_slots:
             reason = "experts on disk change their host slots"
         if reason is not None:

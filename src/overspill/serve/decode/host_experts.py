@@ -60,6 +60,7 @@ class HostExperts:
             activation=activation,
             source=self._reads,
             format=engine.layout.format,
+            ranks=engine.layout.ranks,
         )
         try:
             host = self._runner.host

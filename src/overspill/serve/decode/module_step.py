@@ -209,7 +209,7 @@ class ModuleStep:
         form, sizes = placeholder.activation.form, engine.shape
         y = experts(
             x_TD, weights, routed.offsets, self._table.base, sizes.d_hidden, form, sizes.bias,
-            sizes.transposed, request, self._table.packed(layer, form),
+            sizes.transposed, request, self._table.packed(layer, form), self._table.low_rank,
         )  # fmt: skip
         rows = None if missing is None else missing.rows(layer, routed.missed_B)
         if rows is not None:

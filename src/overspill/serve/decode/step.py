@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, activate_torch
+from overspill.compute.activation import Form, Function, activate_torch
 from overspill.compute.decode.attention import attend, rotate_and_store
 from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
-from overspill.compute.decode.linear import linear
+from overspill.compute.decode.linear import RowNorm, linear, reads_rows_whole
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
@@ -113,19 +113,18 @@ class DecodeStep:
         routing = _Routing(self, batch, ids)
         bias = None if decoder.bias is None else decoder.bias.by_distance()
         for number, layer in enumerate(decoder.layers):
-            x = _add_norm(residual, fed, layer.attention_norm)
+            state = _Hidden(residual, fed, layer.attention_norm)
             own = layer.attention
             if isinstance(own, LinearAttention):
-                y = self._change_states(own, x, batch)
+                fed = self._change_states(own, state, batch)
             else:
-                y = self._attend(number, own, x, batch, bias)
+                fed = self._attend(number, own, state, batch, bias)
             if layer.source is not None:
                 norm, source = layer.source
-                x = _add_norm(residual, Fed([y]), norm)
-                y = self._attend_to_source(number, source, x, batch)
-            x = _add_norm(residual, Fed([y]), layer.feed_norm)
-            fed = self._feed(layer, x, routing)
-        x = _add_norm(residual, fed, decoder.norm)
+                state = _Hidden(residual, fed, norm)
+                fed = self._attend_to_source(number, source, state, batch)
+            fed = self._feed(layer, _Hidden(residual, fed, layer.feed_norm), routing)
+        x = _Hidden(residual, fed, decoder.norm).normed()
         logits = _linear(x, decoder.head, decoder.head_bias)
         # their memory is not used for anything else as long as they are referred to
         return Computed(logits, ids, inputs_LBD=routing.inputs_LBD if self._learns else ())
@@ -147,9 +146,9 @@ class DecodeStep:
         return torch.empty(shape, dtype=torch.int32, device=self.table.offsets.device)
 
     def _attend(
-        self, layer: int, own: Attention, x: Tensor, batch: Batch, bias_hn: Tensor | None
-    ) -> Tensor:
-        qkv = _linear(x, own.qkv, own.qkv_bias)
+        self, layer: int, own: Attention, x: "_Hidden", batch: Batch, bias_hn: Tensor | None
+    ) -> Fed:
+        qkv = x.linear(own.qkv, own.qkv_bias)
         if own.row_norms is not None:
             qkv = _norm_rows(qkv, own, own.row_norms)
         if own.clip is not None:
@@ -165,30 +164,32 @@ class DecodeStep:
             q = rotate_and_store(qkv, tables, norms, eps, *where, cache, shift, own.gated)
         limits = own.scale, own.window, own.sinks
         y = attend(q, cache, *where, *limits, bias_hn=bias_hn, gated_row=gates)
-        return _linear(y, own.out, own.out_bias)
+        return _add_linear(x.residual, y, own.out, own.out_bias)
 
-    def _attend_to_source(self, layer: int, own: Attention, x: Tensor, batch: Batch) -> Tensor:
+    def _attend_to_source(self, layer: int, own: Attention, x: "_Hidden", batch: Batch) -> Fed:
         assert batch.sources is not None
-        q = _linear(x, own.qkv, own.qkv_bias).view(len(x), own.heads, own.width)
+        q = x.linear(own.qkv, own.qkv_bias).view(-1, own.heads, own.width)
         where = batch.sources.last, batch.sources.blocks, self._block_size
-        return _linear(attend(q, self._cache[layer], *where, own.scale), own.out, own.out_bias)
+        y = attend(q, self._cache[layer], *where, own.scale)
+        return _add_linear(x.residual, y, own.out, own.out_bias)
 
-    def _change_states(self, own: LinearAttention, x: Tensor, batch: Batch) -> Tensor:
+    def _change_states(self, own: LinearAttention, x: "_Hidden", batch: Batch) -> Fed:
         assert self._states is not None
         assert batch.states is not None
         inputs, states = self._states.of(own.module)
-        row = _linear(x, own.projections, None)
+        row = x.linear(own.projections, None)
         qkv = convolve(row, own.convolution, inputs, batch.states, own.shape)
         norm = own.norm.weight, own.norm.eps
         y = delta_rule(qkv, row, states, batch.states, own.rates, norm, own.shape)
-        return _linear(y, own.out, None)
+        return _add_linear(x.residual, y, own.out, None)
 
     def route(
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
-        given: bool,
+        given: bool, logits: Tensor | None = None,
     ) -> Routed:  # fmt: skip
-        wide = torch.float32 if own.wide_router else x.dtype
-        logits = linear(x, own.router, own.router_bias, wide)
+        if logits is None:
+            wide = torch.float32 if own.wide_router else x.dtype
+            logits = linear(x, own.router, own.router_bias, wide)
         choice = own.top_k, own.softmax_first, own.normalize
         if own.ids is not None and not given:
             ids_BK.copy_(own.ids.expand_as(ids_BK))
@@ -196,22 +197,62 @@ class DecodeStep:
         table = self.table.offsets[own.placeholder.layer]
         return route(logits, *choice, table, batch.real, x, ids_BK, misses, given, own.scale)
 
-    def _feed(self, of: Layer, x: Tensor, routing: "_Routing") -> Fed:
-        if isinstance(of.feed, Experts):
-            return self._feed_experts(of.feed, x, routing)
-        return Fed([_dense(x, of.feed) if isinstance(of.feed, Dense) else of.feed(x)])
+    def _feed(self, of: Layer, x: "_Hidden", routing: "_Routing") -> Fed:
+        feed = of.feed
+        if isinstance(feed, Experts):
+            return self._feed_experts(feed, x.normed(), routing)
+        if not isinstance(feed, Dense):
+            return Fed([feed(x.normed())])
+        hidden = x.linear(feed.w_in, feed.b_in, feed.function)
+        return _add_linear(x.residual, hidden, feed.w_out, feed.b_out)
 
     def _feed_experts(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
         layer, missing = own.placeholder.layer, self._missing
-        routed = routing.enter(layer, x, missing, self._mode)
+        shared, logits, hidden = own.shared, None, None
+        if shared is not None and shared.joined is not None and len(x) == 1:
+            both = linear(x, shared.joined)
+            logits, hidden = both[:, : len(own.router)], both[:, len(own.router) :]
+        routed = routing.enter(layer, x, missing, self._mode, logits)
         shape = own.placeholder.engine.shape
         request = None if missing is None else missing.request(layer, routed.missed_B)
         y = experts(
             x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
             shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
+            self.table.low_rank,
         )  # fmt: skip
-        parts = [y] if own.shared is None else [y, _share(own, x)]
+        parts = [y]
+        if shared is not None and hidden is not None:
+            parts.append(linear(hidden, shared.out, gate=own.activation.function))
+        elif shared is not None:
+            parts.append(shared.module(x))
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
+
+
+class _Hidden(NamedTuple):
+    """The hidden state of each token where it is normed."""
+
+    residual: Tensor
+    fed: Fed
+    """What is added to it first."""
+    norm: Norm
+
+    def normed(self) -> Tensor:
+        norm, fed = self.norm, self.fed
+        how = norm.bias, norm.scale, norm.shift
+        return add_norm(self.residual, fed.parts, norm.weight, norm.eps, fed.host, *how)
+
+    def linear(
+        self, weight: Tensor, bias: Tensor | None, function: Function | None = None
+    ) -> Tensor:
+        norm = self.norm
+        if len(self.residual) > 1:
+            y = F.linear(self.normed(), weight, bias)
+            return y if function is None else activate_torch(y, Form(function, False))
+        plain = norm.scale == 1 and norm.shift == 0
+        if self.fed.parts or not plain or not reads_rows_whole(weight):
+            return linear(self.normed(), weight, bias, function=function)
+        own = RowNorm(norm.weight, norm.bias, norm.eps)
+        return linear(self.residual, weight, bias, function=function, norm=own)
 
 
 class _Routing:
@@ -232,8 +273,12 @@ class _Routing:
         self._asks = False  # whether it is of use to know experts of a later one
         self.inputs_LBD: list[Tensor] = []  # of all layers so far
 
-    def enter(self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode) -> Routed:
-        """The experts of a layer with this input, and where they are."""
+    def enter(
+        self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode,
+        logits: Tensor | None,
+    ) -> Routed:  # fmt: skip
+        """The experts of a layer with this input, and where they are. `logits` are those of its
+        router, if they are known."""
         self._x = x
         self.inputs_LBD.append(x)
         link = None if missing is None else missing.link(layer, len(x))
@@ -241,7 +286,7 @@ class _Routing:
         buffers = None if missing is None else missing.buffers
         routed = None
         if layer not in self._weights:
-            routed = self._choose(layer, buffers if simple else None)
+            routed = self._choose(layer, buffers if simple else None, logits)
         later = layer + self.level
         if self.level and later < self.n_layers:
             self._weights[later] = self._choose(later, None).weights
@@ -273,11 +318,13 @@ class _Routing:
         self._step.route(own, self._x, self._batch, ids, None, given=False)
         return ids
 
-    def _choose(self, layer: int, misses: MissBuffers | None) -> Routed:
+    def _choose(
+        self, layer: int, misses: MissBuffers | None, logits: Tensor | None = None
+    ) -> Routed:
         assert self._x is not None
         number = layer - self._first
         own, ids = self._step.decoder.experts[number], self._ids_LBK[number]
-        return self._step.route(own, self._x, self._batch, ids, misses, self._given)
+        return self._step.route(own, self._x, self._batch, ids, misses, self._given, logits)
 
 
 def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
@@ -292,37 +339,23 @@ def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
     ]
 
 
-def _add_norm(residual: Tensor, fed: Fed, norm: Norm) -> Tensor:
-    how = norm.bias, norm.scale, norm.shift
-    return add_norm(residual, fed.parts, norm.weight, norm.eps, fed.host, *how)
+def _add_linear(residual: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Fed:
+    """Adds a product to the residual, or leaves it to the norm that follows."""
+    if len(y) > 1:
+        return Fed([F.linear(y, weight, bias)])
+    linear(y, weight, bias, into_BN=residual)
+    return Fed([])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight, bias) if len(x) == 1 else F.linear(x, weight, bias)
 
 
-def _share(own: Experts, x: Tensor) -> Tensor:
-    """What the expert for all tokens adds."""
-    shared = own.shared
-    assert shared is not None
-    if len(x) > 1 or shared.inner is None:
-        return shared.module(x)
-    return linear(linear(x, shared.inner), shared.out, gate=own.activation.function)
-
-
-def _dense(x: Tensor, own: Dense) -> Tensor:
-    if len(x) == 1:
-        hidden = linear(x, own.w_in, own.b_in, function=own.function)
-    else:
-        hidden = activate_torch(F.linear(x, own.w_in, own.b_in), Form(own.function, False))
-    return _linear(hidden, own.w_out, own.b_out)
-
-
 def _norm_rows(qkv: Tensor, own: Attention, norms: tuple[Norm, Norm]) -> Tensor:
     widths = [own.heads * own.width, own.kv_heads * own.width, own.kv_heads * own.width]
     q, k, v = qkv.split(widths, dim=1)
     q, k = (
-        _add_norm(each.contiguous(), Fed([]), norm)
+        _Hidden(each.contiguous(), Fed([]), norm).normed()
         for each, norm in zip((q, k), norms, strict=True)
     )
     return torch.cat((q, k, v), dim=1)

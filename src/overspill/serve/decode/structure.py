@@ -88,8 +88,9 @@ class Shared:
     """An expert for all tokens."""
 
     module: Callable[[Tensor], Tensor]
-    inner: Tensor | None
-    """Weights of gate and up values, and of its share, if kernels have its activation."""
+    joined: Tensor | None
+    """Weights of the router, of gate and up values, and of its share, if it has the activation of
+    the other experts."""
     out: Tensor
 
 
@@ -283,10 +284,10 @@ def _read_shared(mlp: Any) -> Shared:
         share: Tensor = torch.sigmoid(gate(x)) * own(x)
         return share
 
-    inner = None
-    if type(own.act_fn) is type(mlp.experts.act_fn):
-        inner = _join([own.gate_proj.weight, own.up_proj.weight, gate.weight])
-    return Shared(compute, inner, own.down_proj.weight.data)
+    weights = [each.weight for each in (mlp.gate, own.gate_proj, own.up_proj, gate)]
+    alike = type(own.act_fn) is type(mlp.experts.act_fn)
+    joined = _join(weights) if alike and len({each.dtype for each in weights}) == 1 else None
+    return Shared(compute, joined, own.down_proj.weight.data)
 
 
 def _read_linear(own: Any) -> LinearAttention:

@@ -5,6 +5,7 @@ import torch
 
 from overspill.compute.activation import Activation, Form, form_of
 from overspill.compute.decode.constants import ABSENT
+from overspill.compute.decode.low_rank import low_rank_records
 from overspill.compute.decode.packing import PackedRecords, packed_records, why_not_packed
 from overspill.compute.record_format import layer_formats
 from overspill.moe.engine import Engine
@@ -27,6 +28,8 @@ class ExpertTable:
         """Offsets are relative to it, in elements."""
         self._formats = layer_formats(engine.layout.format, engine.n_layers)
         """Of each layer, if experts are packed."""
+        self.low_rank = low_rank_records(engine.layout, self.base)
+        """How kernels read the low-rank parts of experts; None if they have none."""
         self._packed: dict[tuple[int, Form], PackedRecords] = {}
         self.offsets = torch.full(shape, ABSENT, device=engine.device)
         self.pinned = torch.full(shape, ABSENT, device=engine.device)

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
+from overspill.moe.settings import RoutingFix
 from overspill.train.finetune.scores import SCORES
 from overspill.train.sections import (
     BatchSection,
@@ -12,11 +14,10 @@ from overspill.train.sections import (
     RunConfig,
     RunSection,
 )
-from overspill.train.settings import Count, NotNegative, NotNegativeInt, Share
 
 
 @dataclass(frozen=True)
-class FinetuneModelSection:
+class TrainedParameters:
     """The model and the parameters to train"""
 
     checkpoint: str = ""
@@ -39,13 +40,30 @@ class FinetuneModelSection:
     """Train adapters of the experts too."""
     lora_experts_rank: Count | None = None
     """Rank of the experts' adapters, whose scale is that of the others; default: that of --lora."""
+    packed: bool = False
+    """Keep the experts of a quantized checkpoint packed in memory; for --lora and
+    --freeze-experts."""
+    quantize: Literal["mxfp4", "int4", "fp8"] | None = None
+    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; for --lora and
+    --freeze-experts."""
     gradient_checkpointing: bool = True
     """Recompute the activations of a layer in backward instead of keeping them."""
     balance: bool = False
     """Add the load-balancing loss of the model."""
-    fix_nllb_routing: bool = False
-    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
-    first two experts of a layer."""
+
+
+@dataclass(frozen=True)
+class FinetuneModelSection(RoutingFix, TrainedParameters):
+    """The model and the parameters to train"""
+
+    @property
+    def serving_flags(self) -> tuple[str, ...]:
+        """With which an adapter is served on the packed experts that it was trained with."""
+        if self.lora is None:  # the model is written with plain experts
+            return ()
+        if self.quantize is not None:
+            return ("--quantize", self.quantize)
+        return ("--packed",) if self.packed and not self.lora_experts else ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +195,15 @@ class FinetuneConfig(RunConfig):
         if self.memory.shard_dense and (model.lora is not None or self.pregate_level):
             what = "pre-gates" if self.pregate_level else "--lora"
             raise ConfigError(f"--shard-dense does not support {what}; drop it")
+        if self.trains_experts and (model.packed or model.quantize is not None):
+            flag = "--packed" if model.packed else f"--quantize {model.quantize}"
+            raise ConfigError(
+                f"{flag}: packed experts cannot be trained; add --lora RANK or --freeze-experts"
+            )
+        if model.packed and model.quantize is not None:
+            raise ConfigError(
+                "--packed is for quantized checkpoints, --quantize for others; drop one of them"
+            )
         if model.lora is None and (model.lora_alpha is not None or model.lora_targets is not None):
             raise ConfigError("--lora-alpha and --lora-targets need --lora RANK, such as --lora 16")
         if model.lora_experts and model.lora is None:

@@ -57,6 +57,8 @@ class FinetuneSummary(Summary):
     """The models are adapters."""
     servable: bool = True
     """The model can be served."""
+    packing: tuple[str, ...] = ()
+    """Flags with which an adapter is served on the packed experts that it was trained with."""
 
     def lines(self) -> list[str]:
         lines = super().lines()
@@ -77,7 +79,8 @@ class FinetuneSummary(Summary):
         if self.best is not None:
             lines.append(f"best {kind} (step {self.best_step}): {self.best}")
         if self.final is not None and self.servable:
-            lines.append(f"to try it: overspill chat {shlex.quote(self.out)}")
+            command = shlex.join(["overspill", "chat", self.out, *self.packing])
+            lines.append(f"to try it: {command}")
         if self.final is not None and self.lora:
             command = shlex.join(["overspill", "merge", self.out, f"{self.out}/merged"])
             lines.append(f"as a plain checkpoint: {command}")
@@ -329,6 +332,7 @@ class Finetuner(Loop[FinetuneSummary]):
             final=str(self.outputs.final) if self.step >= self.spec.steps else None,
             lora=self.config.model.lora is not None,
             servable=not self.spec.seq2seq,
+            packing=self.config.model.serving_flags,
         )
 
     def _keep_model(self, keep: Callable[[Write], None]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from overspill.core.errors import ConfigError
 from overspill.models.huggingface.adapt import experts_paths
 from overspill.models.huggingface.expert_adapters import stand_ins
+from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.train.finetune.config import FinetuneModelSection
 
 
@@ -30,14 +31,9 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
     from peft import LoraConfig, get_peft_model
 
     assert section.lora is not None
-    targets = attention_layers(model)
-    if section.lora_targets is not None:
-        targets = [name.strip() for name in section.lora_targets.split(",") if name.strip()]
-        _check_targets(model, targets)
+    targets, experts = lora_targets(model, section)
+    rank = section.lora_experts_rank if experts else None
     alpha = section.lora_alpha or 2 * section.lora
-    experts, rank = (
-        (expert_stacks(model), section.lora_experts_rank) if section.lora_experts else ([], None)
-    )
     config = LoraConfig(
         r=section.lora,
         lora_alpha=alpha,
@@ -52,6 +48,16 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
     if section.checkpoint:
         config.base_model_name_or_path = _base_name(section.checkpoint)
     return cast(nn.Module, adapted)
+
+
+def lora_targets(model: nn.Module, section: FinetuneModelSection) -> tuple[list[str], list[str]]:
+    """Names of the linear layers and of the stacks of experts that get adapters."""
+    if section.lora_targets is None:
+        targets = attention_layers(model)
+    else:
+        targets = [name.strip() for name in section.lora_targets.split(",") if name.strip()]
+        _check_targets(model, targets)
+    return targets, expert_stacks(model) if section.lora_experts else []
 
 
 @contextmanager
@@ -79,7 +85,9 @@ def expert_stacks(model: nn.Module) -> list[str]:
 
 
 def _own_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
-    return stand_ins(experts) or dict(experts.named_parameters(recurse=False))
+    """Of separate modules none are left when they are offloaded, but for the placeholder."""
+    own = stand_ins(experts) or dict(experts.named_parameters(recurse=False))
+    return {name: p for name, p in own.items() if not isinstance(p, ExpertPlaceholder)}
 
 
 def _base_name(checkpoint: str) -> str:

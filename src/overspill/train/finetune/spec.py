@@ -34,7 +34,7 @@ from overspill.moe.settings import Settings
 from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
-from overspill.train.finetune.lora import add_lora
+from overspill.train.finetune.lora import add_lora, lora_targets
 from overspill.train.run_warnings import ModelSize
 from overspill.train.session import DTYPES, RunSpec, check_stages
 from overspill.train.team import Team
@@ -107,10 +107,10 @@ class FinetuneSpec(RunSpec):
             self.dtype,
             # else no memory is planned for optimizer states; ranks support training only
             train=self.config.trains_experts or self.team.mesh is not None,
-            progress=True,
-            quiet=True,
             changes=self.overrides,
             freeze_experts=not self.config.trains_experts,
+            packed=self.config.model.packed,
+            quantize=self.config.model.quantize,
         )
 
     def prepare(self, model: Any) -> nn.Module:
@@ -151,7 +151,10 @@ def plan_finetuning(
         raise ConfigError("CHECKPOINT is missing; give the folder of a Hugging Face checkpoint")
     folder = find_folder(config.model.checkpoint)
     model_config = read_config(folder)
-    find_experts(meta_model(model_config).eval())  # a family may not be supported
+    without_weights = meta_model(model_config).eval()
+    find_experts(without_weights)  # a family may not be supported
+    if config.model.lora is not None:
+        lora_targets(without_weights, config.model)
     level = config.pregate_level
     Settings(fix_nllb_routing=config.model.fix_nllb_routing).check_model(model_config.model_type)
     overrides = _override(config, model_config, say)

@@ -14,6 +14,7 @@ from overspill.core.packing import QUANTIZATIONS, Kind, Scheme
 from overspill.models.huggingface.experts import HuggingFaceExperts, StackedExperts
 from overspill.models.huggingface.recipes import Recipes, Tensors
 from overspill.moe.state_dict import split_record
+from overspill.tiers.layout import NO_LOW_RANKS
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _KINDS = ", ".join(QUANTIZATIONS)
@@ -28,6 +29,8 @@ def check_quantization(name: str) -> None:
 class QuantizedExperts:
     """Reads experts of a plain checkpoint and packs them. Records are those of the packed
     checkpoint that `overspill export --quantize` makes of it."""
+
+    ranks = NO_LOW_RANKS
 
     def __init__(self, recipes: Recipes, name: str) -> None:
         self._recipes = recipes

@@ -16,6 +16,7 @@ from overspill.core.experts import ExpertId
 from overspill.core.packing import Kind
 from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.recipes import Recipes
+from overspill.tiers.layout import NO_LOW_RANKS
 
 _LEAVE_OUT = "load it without packed=True (--packed)"
 
@@ -23,6 +24,8 @@ _LEAVE_OUT = "load it without packed=True (--packed)"
 class PackedExperts:
     """Reads experts as a checkpoint stores them. All of a layer must be packed in the same way, as
     is checked before any memory is allocated."""
+
+    ranks = NO_LOW_RANKS
 
     def __init__(self, recipes: Recipes, folder: CheckpointFolder) -> None:
         self._recipes, self._folder = recipes, folder

@@ -1,0 +1,110 @@
+"""Tokens a second with an adapter of experts beside their weights, and without: random weights.
+
+PYTHONPATH=src python3 bench/serve_adapter.py
+PYTHONPATH=src python3 bench/serve_adapter.py --packing mxfp4   # packed experts, no record
+PYTHONPATH=src python3 bench/serve_adapter.py --smoke           # tiny, on the CPU
+"""
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from packed_models import PLAIN, random_model
+from record import Limit, Metric, metric, write_record
+from serve import HBM, decode, token_bytes, w2
+from transformers import Qwen3MoeConfig
+
+import overspill
+from overspill.core.garbage import short_collections
+from overspill.simulate import DrawnRouting, routed_by
+from overspill.tiers.layout import NO_LOW_RANKS, LowRanks
+
+
+def tiny() -> Any:
+    return Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+class Run:
+    """Speeds of a model with some ranks, and what it reads for a token."""
+
+    def __init__(self, args: argparse.Namespace, ranks: LowRanks) -> None:
+        self.args = args
+        self.rounds, self.tokens = (1, 2) if args.smoke else (args.rounds, args.tokens)
+        settings = overspill.Settings(residency=False)
+        device, config = ("cpu", tiny()) if args.smoke else ("cuda", w2())
+        given: Any = {"device": device, "settings": settings, "mode": "host"}
+        model = random_model(config, args.packing, ranks, **given)
+        engine = model.overspill
+        try:
+            quarter = engine.n_layers * engine.n_experts // 4
+            engine.set_homes([0] * engine.n_layers)
+            self.quarter = self._speeds(model, quarter)
+            engine.set_homes([engine.n_experts] * engine.n_layers)
+            self.all = self._speeds(model, 0)
+            self.bytes = sum(token_bytes(model))
+            self.placement = engine.describe()
+        finally:
+            engine.close()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _speeds(self, model: Any, slots: int) -> list[float]:
+        """With so many slots for experts in host memory; the same routing for any adapter."""
+        engine = model.overspill
+        weights = [1 / (4 + expert) for expert in range(engine.n_experts)]
+        shares = [[each / sum(weights) for each in weights]] * engine.n_layers
+        routing = DrawnRouting(shares, model.config.num_experts_per_tok)
+        with (
+            overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm,
+            routed_by(model, routing),
+            short_collections(),
+        ):
+            if slots and not self.args.smoke:
+                decode(llm, 1, self.tokens, 2)  # the cache learns
+            return [each.speed for each in decode(llm, 1, self.tokens, self.rounds)]
+
+
+def compared(prefix: str, with_it: list[float], without: list[float]) -> dict[str, Metric]:
+    plain = statistics.median(without)
+    return {
+        f"{prefix}tokens_per_second": metric(with_it, "tokens/s"),
+        f"{prefix}without": metric(without, "tokens/s"),
+        f"{prefix}times": metric([each / plain for each in with_it], "x"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, default=4)
+    parser.add_argument("--packing", default=PLAIN, help="bf16, mxfp4, int4 or fp8")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--out", default=None)
+    args = parser.parse_args(arguments)
+    plain = Run(args, NO_LOW_RANKS)
+    adapted = Run(args, LowRanks(args.rank, args.rank))
+    metrics = compared("", adapted.all, plain.all)
+    metrics |= compared("quarter_", adapted.quarter, plain.quarter)
+    for key, value in metrics.items():
+        print(f"{key}: {value.median:.3f} {value.unit}", flush=True)
+    if args.packing != PLAIN:
+        return
+    config = {
+        "row": f"W2, one request, an adapter of experts of rank {args.rank}, all experts on the "
+        "GPU, and a quarter cached",
+        "show": [key for key in metrics if key != "tokens_per_second"],
+        "tokens": adapted.tokens, "placement": adapted.placement,
+    }  # fmt: skip
+    limit = Limit(HBM / adapted.bytes, "tokens/s", "reading all weights of a token")
+    write_record("serve-adapter", config, metrics, limit, args.out)
+
+
+if __name__ == "__main__":
+    main()

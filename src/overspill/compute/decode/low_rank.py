@@ -1,0 +1,166 @@
+# Triton is optional and has no type information, and its compiler refuses annotations on kernels.
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-calls=False
+"""Low-rank parts of experts in a decoding step: B @ (A @ x) is added to products of the weights.
+
+A kernel of its own computes A @ x of each pair of a token and an expert; the kernels that multiply
+the weights multiply B, which is short, and add it to their sums.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from overspill.compute.codes_triton import Matrix, input_factors
+from overspill.compute.decode.host import RequestArguments, send_request
+from overspill.compute.decode.launch import early, let_next_begin, power, wait
+from overspill.compute.decode.packing import at_record, by_places
+from overspill.tiers.layout import LowRankPlanes, RecordLayout
+
+_BLOCK = 2048
+_RANKS = tl.constexpr(16)
+"""Ranks that a product with several tokens sums at once: the fewest that `tl.dot` has."""
+
+
+class Factors(NamedTuple):
+    """The low-rank matrices of one matrix in a record, as a constant of kernels."""
+
+    a: int
+    b: int
+    rank: int
+    padded: int
+    lanes: int
+    """Power of 2 that is not below the rank."""
+    in_bytes: bool
+    """Whether the offsets of records count bytes, and not elements of these matrices."""
+
+
+class LowRankRecords(NamedTuple):
+    """The low-rank parts of w_in and w_out in records, and their memory in the dtype of both."""
+
+    memory: Tensor
+    w_in: Factors | None
+    w_out: Factors | None
+
+
+class LowRankPart(NamedTuple):
+    """Arguments of a kernel that multiplies weights: memory, A @ x of each pair, and constants."""
+
+    memory: Tensor
+    shrunk: Tensor
+    factors: Factors | None
+
+
+def low_rank_records(layout: RecordLayout, base: Tensor) -> LowRankRecords | None:
+    """Records are found relative to `base`; None if they have no low-rank parts."""
+    if not any(layout.ranks):
+        return None
+    packed = layout.format is not None
+    return LowRankRecords(
+        layout.computed(base), *(_factors(planes, packed) for planes in layout.low_rank)
+    )
+
+
+def _factors(planes: LowRankPlanes | None, packed: bool) -> Factors | None:
+    if planes is None:
+        return None
+    return Factors(planes.a, planes.b, planes.rank, planes.padded, power(planes.rank), packed)
+
+
+def shrink(
+    x_ND: Tensor,
+    memory: Tensor,
+    factors: Factors | None,
+    offsets_BK: Tensor,
+    flags: RequestArguments,
+    matrix: Matrix | None = None,
+    scaled: bool = False,
+) -> LowRankPart:
+    """A @ x of the experts of each token that are on the device; `x_ND` has a row for each token,
+    or for each pair. `flags` send a request to the CPU first; without `factors` nothing is
+    launched. With `matrix` the inputs are ordered for it, `by_places`; `scaled`: and are times its
+    `input_factors`."""
+    if factors is None:
+        return LowRankPart(memory, memory, None)
+    pairs, width = offsets_BK.numel(), x_ND.shape[1]
+    shrunk = torch.empty(pairs, factors.padded, dtype=torch.float32, device=x_ND.device)
+    _shrink_kernel[(factors.rank, pairs)](
+        x_ND, memory, offsets_BK, shrunk, *flags.values, width, pairs // len(x_ND), factors, matrix,
+        scaled, min(_BLOCK, power(width)), *flags.constants, num_warps=4, **early(x_ND.device),
+    )  # fmt: skip
+    return LowRankPart(memory, shrunk, factors)
+
+
+@triton.jit
+def _shrink_kernel(
+    x, low, offsets, out, ready, done, missed, n_rows, width, top_k, LOW: tl.constexpr,
+    MATRIX: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, REQUEST: tl.constexpr,
+    ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    row, pair = tl.program_id(0), tl.program_id(1)
+    wait(EARLY)
+    let_next_begin(EARLY)  # it may read what kernels before this one have written
+    send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
+    offset = tl.load(offsets + pair)
+    if offset == -(1 << 62):
+        return
+    a = low_rank_of(low, offset, LOW) + LOW.a + row * width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < width
+        at = columns
+        if MATRIX is not None:
+            at = by_places(columns, MATRIX)
+        value = tl.load(x + pair // top_k * width + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:  # by powers of 2
+            value /= input_factors(columns, MATRIX)
+        total += tl.load(a + columns, mask=inside, other=0.0).to(tl.float32) * value
+    tl.store(out + pair * LOW.padded + row, tl.sum(total, 0))
+
+
+@triton.jit
+def low_rank_of(low, offset, LOW: tl.constexpr):
+    """The record at this offset."""
+    if LOW.in_bytes:
+        return at_record(low, offset)
+    return low + tl.multiple_of(offset, 16)
+
+
+@triton.jit
+def expand(low, offset, shrunk, rows, there, LOW: tl.constexpr):
+    """Terms of rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`: their sums over
+    columns."""
+    ranks = tl.arange(0, LOW.lanes)
+    inside = ranks < LOW.rank
+    at = low_rank_of(low, offset, LOW) + LOW.b + rows[:, None] * LOW.padded + ranks[None, :]
+    b = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
+    value = tl.load(shrunk + ranks, mask=inside, other=0.0)
+    return b.to(tl.float32) * value[None, :]
+
+
+@triton.jit
+def add_expanded(
+    total, low, offset, shrunk, to, member, rows, there, LOW: tl.constexpr,
+):  # fmt: skip
+    """Adds rows of B @ (A @ x) of several pairs with the same expert."""
+    b = low_rank_of(low, offset, LOW) + LOW.b
+    for start in range(0, LOW.rank, _RANKS):
+        ranks = start + tl.arange(0, _RANKS)
+        inside = ranks < LOW.rank
+        w = tl.load(
+            b + rows[:, None] * LOW.padded + ranks[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        value = tl.load(
+            shrunk + to[None, :] * LOW.padded + ranks[:, None],
+            mask=member[None, :] & inside[:, None],
+            other=0.0,
+        )
+        total = tl.dot(w.to(tl.float32), value, total, input_precision="ieee")
+    return total
