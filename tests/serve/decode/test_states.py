@@ -8,6 +8,7 @@ import torch
 from overspill.serve.blocks import BlockPool
 from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.loop import ServingLoop
+from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
 from tests.models.huggingface.oracle import offloaded
@@ -76,7 +77,9 @@ def test_a_checkpoint_of_an_answer_has_seen_its_tokens_and_no_others(
     plain, _ = plain_model(name)
     checkpoints = Checkpoints(1 << 30, answer_blocks=1)
     with offloaded(plain, "host", tmp_path) as model:
-        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, True, 2, checkpoints=checkpoints)
+        runner = PagedRunner(
+            model, CPU, BLOCKS, SIZE, 64, 4, True, DecodingOptions(slots=2), checkpoints
+        )
         pool = BlockPool(BLOCKS, SIZE, checkpoints=checkpoints)
         loop = ServingLoop(runner, Scheduler(pool, 4, 64, singly=True), ends=[])
         prompt, cached = [*range(30, 43)], []
