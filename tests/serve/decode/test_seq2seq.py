@@ -16,6 +16,7 @@ from overspill.moe.predictor import Predictor
 from overspill.serve.blocks import BlockPool
 from overspill.serve.decode.host_experts import HostExperts
 from overspill.serve.decode.modes import Ahead, PreGated
+from overspill.serve.options import DecodingOptions
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
@@ -47,9 +48,8 @@ class Decoding:
     ) -> None:  # fmt: skip
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
-        self.runner = PagedRunner(
-            model, CPU, *limits, fused=fused, slots=slots, mode=mode, predictor=predictor
-        )
+        decoding = DecodingOptions(slots=slots, mode=mode, predictor=predictor)
+        self.runner = PagedRunner(model, CPU, *limits, fused, decoding)
         self.scheduler = Scheduler(BlockPool(BLOCKS, SIZE, share=False), 4, 64)
         self.requests = [self._request(model, source) for source in SOURCES[:n]]
         for request in self.requests:
