@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import gguf
 import torch
 from torch import Tensor
 
+from overspill.compute.gguf_blocks import SCHEMES, take_apart
 from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.compute.record_format import FormatBuilder, RecordFormat, stored_parts
 from overspill.core.experts import ExpertShape
@@ -43,12 +45,17 @@ FORMS = {
     "mxfp8": Form(Scheme(Kind.E4M3, (1, 32), 8), torch.uint8),
 }
 
+GGUF = {"IQ4_NL": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Types that only GGUF has, and where the factors of a block are in float16."""
+
 
 def make_matrix(
     name: str, rows: int, columns: int, extreme: bool = False
 ) -> tuple[PackedMatrix, Parts, Tensor]:
     """A packed matrix as checkpoints have it, and its values in float32, as the plain one. With
     `extreme` some scales are the smallest and largest ones."""
+    if name in GGUF:
+        return _gguf_matrix(name, rows, columns)
     form = FORMS[name]
     scheme, kind, bits = form.scheme, form.scheme.kind, form.scheme.bits
     block = scheme.block[0] or rows, scheme.block[1] or columns
@@ -91,6 +98,19 @@ def make_matrix(
     if kind is Kind.MXFP4_STACK:
         codes, plain = codes.view(rows, -1, 16), plain.T
     return matrix, Parts(codes, scales, factor, zeros), plain
+
+
+def _gguf_matrix(name: str, rows: int, columns: int) -> tuple[PackedMatrix, Parts, Tensor]:
+    """Its values are those of the package gguf."""
+    stored = gguf.GGMLQuantizationType[name]
+    weights, nbytes = gguf.GGML_QUANT_SIZES[stored]
+    blocks = torch.randint(0, 256, (rows, columns // weights, nbytes), dtype=torch.uint8)
+    for at in GGUF[name]:
+        factors = ((torch.rand(rows, columns // weights, 1) + 0.1) * 1e-3).half()
+        blocks[..., at : at + 2] = factors.view(torch.uint8)
+    flat = blocks.view(rows, -1)
+    plain = torch.from_numpy(gguf.dequantize(flat.numpy(), stored))
+    return PackedMatrix(SCHEMES[name], rows, columns), take_apart(name, flat), plain
 
 
 def _scales(dtype: torch.dtype, grid: tuple[int, int], extreme: bool) -> tuple[Tensor, Tensor]:

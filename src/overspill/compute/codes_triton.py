@@ -6,7 +6,8 @@
 
 A kernel gets one view of the records for each type of the planes. Codes of 4 and 8 bits are decoded
 by integer operations: the bits of e2m1 and e4m3 are placed in those of a float32, whose exponent a
-product with a power of two corrects, exactly, subnormal codes too.
+product with a power of two corrects, exactly, subnormal codes too. K-quants of GGUF are integers of
+four bits and of one or two from another plane, whose groups may have minimums, which are subtracted.
 """
 
 import math
@@ -21,14 +22,15 @@ from overspill.compute.packed_matrix import PackedMatrix
 from overspill.compute.record_format import CODES, Piece
 from overspill.core.packing import Kind
 
-E2M1, UNSIGNED, E4M3, SIGNED = range(4)
+E2M1, UNSIGNED, E4M3, SIGNED, IQ4_NL = range(5)
 _E2M1, _UNSIGNED = tl.constexpr(E2M1), tl.constexpr(UNSIGNED)
 _E4M3, _SIGNED = tl.constexpr(E4M3), tl.constexpr(SIGNED)
+_IQ4_NL = tl.constexpr(IQ4_NL)
 POWER, SMALL_FLOAT, FLOAT = range(3)
 _POWER, _SMALL_FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT)
 _CODES = {
     Kind.MXFP4_STACK: E2M1, Kind.E2M1: E2M1, Kind.INTEGERS: UNSIGNED, Kind.E4M3: E4M3,
-    Kind.INT8: SIGNED,
+    Kind.INT8: SIGNED, Kind.IQ4_NL: IQ4_NL, Kind.K_QUANT: UNSIGNED,
 }  # fmt: skip
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -39,6 +41,7 @@ class Matrix(NamedTuple):
 
     code: int
     bits: int
+    """4 of K-quants, without those of the plane `high`."""
     rows: int
     columns: int
     row_block: int
@@ -51,12 +54,19 @@ class Matrix(NamedTuple):
     scale: int
     scales: int
     zeros: int
+    """Of K-quants: minimums."""
     zero: int
     """What is subtracted from unsigned codes, without the stored zeros."""
     factor: int
     divides: bool
     unit: int
     """Neighbouring int32 that have one scale and are decoded together: 16 bytes where possible."""
+    high: int
+    """Bytes; an int32 has the bits of a unit."""
+    high_bits: int
+    factors: int
+    """Of K-quants: a factor of the scales of 256 columns, or two, the second of minimums."""
+    n_factors: int
 
 
 class Planes(NamedTuple):
@@ -76,23 +86,31 @@ def matrix_of(piece: Piece) -> Matrix:
     group = min(group or matrix.columns, matrix.columns)
     kind, scales = matrix.scheme.kind, stored["scales"].dtype
     scale = SMALL_FLOAT if scales == torch.float8_e4m3fn else FLOAT
-    code = _CODES[kind]
+    code, bits = _CODES[kind], matrix.scheme.bits
+    k_quant = kind is Kind.K_QUANT
+    stored_bits = 8 if code in (E4M3, SIGNED) else 4 if k_quant else bits
+    zero = 32 if bits == 6 else 0 if k_quant else 1 << bits - 1
+    is_power = scales in _POWERS and not k_quant
     return Matrix(
         code,
-        matrix.scheme.bits if code == UNSIGNED else 4 if code == E2M1 else 8,
+        stored_bits,
         matrix.rows,
         matrix.columns,
         row_block or matrix.rows,
         group,
         -(-matrix.columns // group),
         stored[CODES].begin,
-        POWER if scales in _POWERS else scale,
+        POWER if is_power else scale,
         stored["scales"].begin // scales.itemsize,
         _first(piece, "zeros"),
-        1 << matrix.scheme.bits - 1 if code == UNSIGNED else 0,
-        _first(piece, "factor"),
+        zero if code == UNSIGNED else 0,
+        -1 if k_quant else _first(piece, "factor"),
         matrix.divides,
-        4 if group == matrix.columns else math.gcd(4, group * matrix.scheme.bits // 32),
+        4 if group == matrix.columns else math.gcd(4, group * stored_bits // 32),
+        _first(piece, "high"),
+        bits - 4 if k_quant else 0,
+        _first(piece, "factor") if k_quant else -1,
+        stored["factor"].shape[2] if k_quant else 0,
     )
 
 
@@ -177,6 +195,14 @@ def load_factor(factors, here, MATRIX: tl.constexpr):
 
 
 @triton.jit
+def load_group_factors(factors, row, group, inside, NUMBER: tl.constexpr, MATRIX: tl.constexpr):
+    """The factors of K-quants for the scales or minimums of some rows and groups."""
+    block = row * (MATRIX.columns // 256) + group * MATRIX.group // 256
+    at = MATRIX.factors + block * MATRIX.n_factors + NUMBER
+    return tl.load(factors + at, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def load_zeros(zeros, row, group, inside, MATRIX: tl.constexpr):
     """The codes that stand for zero in some rows and groups, as float32."""
     stored = tl.load(zeros + MATRIX.zeros + row * MATRIX.groups + group, mask=inside, other=0)
@@ -213,33 +239,67 @@ def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
             scale = tl.div_rn(scale, factor)
         else:
             scale = scale * factor
+    if MATRIX.n_factors > 0:
+        scale *= load_group_factors(factors, row, group, inside, 0, MATRIX)
     return scale
 
 
 @triton.jit
 def weight_of_word(
-    word, zero, scale, PLACE: tl.constexpr, MATRIX: tl.constexpr, KIND: tl.constexpr
+    word, high, zero, scale, PLACE: tl.constexpr, MATRIX: tl.constexpr, KIND: tl.constexpr
 ):
-    """Scale × (code - zero) for the code at a place of int32, rounded once, with two or three
-    operations on integers. It lacks `lacking_factor`."""
+    """Scale × (code - zero), or scale × code - minimum, for the code at a place of int32, rounded
+    once, with few operations on integers. It lacks `lacking_factor`."""
     if MATRIX.code == _E2M1:
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
         value = bits.to(tl.float32, bitcast=True) * (scale * 5.070602400912918e30)  # 2**102
     elif MATRIX.code == _E4M3:
         bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
         value = bits.to(tl.float32, bitcast=True) * (scale * 7.922816251426434e28)  # 2**96
+    elif MATRIX.code == _IQ4_NL:
+        value = value_of_iq4_nl(word, PLACE, MATRIX) * scale
     else:
-        # the bits of a subnormal number are an integer
-        first: tl.constexpr = MATRIX.bits * (PLACE % (16 // MATRIX.bits))
-        one: tl.constexpr = (1 << first) / 4194304  # 2**-22
-        if MATRIX.code == _SIGNED:
-            word = word ^ -0x7F7F7F80
-        if 16 // MATRIX.bits <= PLACE:
-            word = word >> 16
-        bits = word & (((1 << MATRIX.bits) - 1) << first)
-        value = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 - zero * one  # 2**127
-        value *= scale * (1.0 / one)
+        one: tl.constexpr = (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits))) / 4194304  # 2**-22
+        bits = integer_of_word(word, high, PLACE, MATRIX)
+        value = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # 2**127
+        if MATRIX.n_factors == 2:
+            value = value * (scale * (1.0 / one)) - zero
+        else:
+            value -= zero * one
+            value *= scale * (1.0 / one)
     return value.to(KIND)
+
+
+@triton.jit
+def integer_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """The integer at a place of int32, from 0 on, times a power of two: in the half of the int32,
+    it begins where its low bits do. The bits of a subnormal number are an integer."""
+    HALF: tl.constexpr = 16 // MATRIX.bits
+    first: tl.constexpr = MATRIX.bits * (PLACE % HALF)
+    if MATRIX.code == _SIGNED:
+        word = word ^ -0x7F7F7F80
+    if HALF <= PLACE:
+        word = word >> 16
+    bits = word & (((1 << MATRIX.bits) - 1) << first)
+    if MATRIX.high_bits > 0:
+        if HALF <= PLACE:
+            high = high >> HALF * MATRIX.high_bits
+        shift: tl.constexpr = first + MATRIX.bits - PLACE % HALF * MATRIX.high_bits
+        mask: tl.constexpr = ((1 << MATRIX.high_bits) - 1) << first + MATRIX.bits
+        bits = bits | ((high << shift) & mask)
+    return bits
+
+
+@triton.jit
+def value_of_iq4_nl(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """The value of the code at a place: a polynomial differs by less than 0.44 and is rounded."""
+    one: tl.constexpr = 4194304 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))  # 2**22
+    bits = integer_of_word(word, word, PLACE, MATRIX)
+    x = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # code / one
+    value = 1.58604e-3 * (one * one * one * one) * x + 0.0310864 * (one * one * one)
+    value = (value * x - 1.37193 * (one * one)) * x + 24.1738 * one
+    value = value * x - 126.567
+    return (value + 12582912.0) - 12582912.0  # 1.5 * 2**23
 
 
 @triton.jit
@@ -253,9 +313,12 @@ def lacking_factor(MATRIX: tl.constexpr):
 
 
 @triton.jit
-def zeros_of_words(zeros, row, group, inside, MATRIX: tl.constexpr):
-    """What is subtracted from the codes of int32."""
-    if MATRIX.zeros >= 0:
+def zeros_of_words(zeros, factors, row, group, inside, MATRIX: tl.constexpr):
+    """What is subtracted from the codes of int32, or minimums."""
+    if MATRIX.n_factors == 2:
+        factor = load_group_factors(factors, row, group, inside, 1, MATRIX)
+        return load_zeros(zeros, row, group, inside, MATRIX) * factor
+    elif MATRIX.zeros >= 0:
         return load_zeros(zeros, row, group, inside, MATRIX)
     elif MATRIX.code == _SIGNED:
         return 128.0
@@ -270,21 +333,29 @@ def words_of_units(unit, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def term_of_word(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The code at a place of int32 as float32, with two or three operations on integers. It lacks a
-    power of two: a part of it the input gets first (`input_factors`), the rest the sum of products
+def high_of_words(high, MATRIX: tl.constexpr):
+    """Of the int32 with the high bits of units [rows, units], those of each word of codes in the
+    lowest place."""
+    if MATRIX.high_bits > 0:
+        first = tl.arange(0, MATRIX.unit)[None, None, :] * (8 * MATRIX.high_bits)
+        return high[:, :, None] >> first
+    else:
+        return high
+
+
+@triton.jit
+def term_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
+    """The code at a place of int32 as float32, with few operations on integers. It lacks a power of
+    two: a part of it the input gets first (`input_factors`), the rest the sum of products
     (`sum_units`), which also subtracts zeros."""
     if MATRIX.code == _E2M1:
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
     elif MATRIX.code == _E4M3:
         bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
+    elif MATRIX.code == _IQ4_NL:
+        return value_of_iq4_nl(word, PLACE, MATRIX)
     else:
-        # the bits of a subnormal number are an integer
-        if MATRIX.code == _SIGNED:
-            word = word ^ -0x7F7F7F80
-        if 16 // MATRIX.bits <= PLACE:
-            word = word >> 16
-        bits = word & (((1 << MATRIX.bits) - 1) << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))
+        bits = integer_of_word(word, high, PLACE, MATRIX)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -293,7 +364,9 @@ def input_factors(column, MATRIX: tl.constexpr):
     """What the inputs of some columns get first: products with codes in the exponents of subnormal
     numbers are then exact."""
     exponent = 64 + 0 * column
-    if MATRIX.code != _E2M1 and MATRIX.code != _E4M3:
+    if MATRIX.code == _IQ4_NL:
+        exponent = 0 * column
+    elif MATRIX.code != _E2M1 and MATRIX.code != _E4M3:
         exponent -= column % (16 // MATRIX.bits) * MATRIX.bits
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -301,7 +374,7 @@ def input_factors(column, MATRIX: tl.constexpr):
 @triton.jit
 def zero_term(value, PLACE: tl.constexpr, MATRIX: tl.constexpr):
     """An input as `sum_units` needs it for zeros: its product with code 1."""
-    if MATRIX.code == _E2M1 or MATRIX.code == _E4M3:
+    if MATRIX.code != _UNSIGNED and MATRIX.code != _SIGNED:
         return 0.0
     else:
         one: tl.constexpr = 1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits))
@@ -309,13 +382,18 @@ def zero_term(value, PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def sum_units(products, zero_terms, zero, MATRIX: tl.constexpr):
-    """The sums of some units of codes minus zero, times inputs."""
+def sum_units(products, zero_terms, zero, scale, MATRIX: tl.constexpr):
+    """The sums of some units of weights times inputs."""
     total = tl.sum(products, 2)
     if MATRIX.code == _E2M1:
-        return total * 4611686018427387904.0  # 2**62
+        return total * 4611686018427387904.0 * scale  # 2**62
     elif MATRIX.code == _E4M3:
-        return total * 72057594037927936.0  # 2**56
+        return total * 72057594037927936.0 * scale  # 2**56
+    elif MATRIX.code == _IQ4_NL:
+        return total * scale
+    elif MATRIX.n_factors == 2:
+        total = total * scale - tl.sum(zero_terms, 2) * zero
+        return total * 38685626227668133590597632.0  # 2**85
     else:
         total -= tl.sum(zero_terms, 2) * zero
-        return total * 38685626227668133590597632.0  # 2**85
+        return total * 38685626227668133590597632.0 * scale  # 2**85

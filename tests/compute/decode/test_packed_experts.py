@@ -12,7 +12,7 @@ from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape
 from tests.compute.decode.near import assert_near, needs_triton, random
 from tests.compute.decode.test_experts import HOW, expert, read
-from tests.compute.packed import FORMS, make_experts
+from tests.compute.packed import FORMS, GGUF, make_experts
 from tests.compute.test_grouped_triton import BF16, FP32, every_device
 from tests.slow import slow_names
 
@@ -70,6 +70,20 @@ def test_packed_experts_of_a_token_are_summed(
     else:
         shape = ExpertShape(*SIZES.get(name, (64, 96)), gated=True)
         check(name, shape, Function.SILU, dtype, device, split=name != "mxfp4")
+
+
+@every_device
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", GGUF)
+def test_types_that_only_gguf_has_are_read_as_codes(
+    name: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read(how, monkeypatch)
+    for tile in ("PACKED_IN_TILE", "PACKED_OUT_TILE"):
+        monkeypatch.setattr(constants, tile, constants.Tile(64, 16, 4))
+    columns = 64 if name == "IQ4_NL" else 256  # of a block at least
+    dtype = BF16 if name == "Q5_K" else FP32
+    check(name, ExpertShape(columns, 256, True), Function.SILU, dtype, device, name != "IQ4_NL")
 
 
 @every_device

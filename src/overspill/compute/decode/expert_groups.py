@@ -16,6 +16,7 @@ from torch import Tensor
 from overspill.compute.codes_triton import (
     Planes,
     exact_scales,
+    high_of_words,
     lacking_factor,
     weight_of_word,
     words_of_units,
@@ -283,24 +284,28 @@ def _weights(
     at = MATRIX.codes // 4 + rows[:, None, None] * count + word
     w = tl.load(codes + at, mask=there[:, None, None] & (word < count), other=0)
     mask = there[:, None] & (unit * MATRIX.unit < count)[None, :]
+    h = w
+    if MATRIX.high_bits > 0:
+        at = MATRIX.high // 4 + rows[:, None] * (count // MATRIX.unit) + unit[None, :]
+        h = high_of_words(tl.load(codes + at, mask=mask, other=0), MATRIX)
     group = (unit * (MATRIX.unit * each) // MATRIX.group)[None, :]
-    z = zeros_of_words(zeros, rows[:, None], group, mask, MATRIX)
+    z = zeros_of_words(zeros, factors, rows[:, None], group, mask, MATRIX)
     if MATRIX.zeros >= 0:
         z = z[:, :, None]
     s = exact_scales(scales, factors, rows[:, None], group, mask, MATRIX)[:, :, None]
     HALF: tl.constexpr = each // 2
     even = tl.join(
-        weight_of_word(w, z, s, 0, MATRIX, KIND), weight_of_word(w, z, s, HALF, MATRIX, KIND)
+        weight_of_word(w, h, z, s, 0, MATRIX, KIND), weight_of_word(w, h, z, s, HALF, MATRIX, KIND)
     )
     odd = tl.join(
-        weight_of_word(w, z, s, 1, MATRIX, KIND), weight_of_word(w, z, s, HALF + 1, MATRIX, KIND)
+        weight_of_word(w, h, z, s, 1, MATRIX, KIND), weight_of_word(w, h, z, s, HALF + 1, MATRIX, KIND)
     )
     if each == 8:
         two = tl.join(
-            weight_of_word(w, z, s, 2, MATRIX, KIND), weight_of_word(w, z, s, 6, MATRIX, KIND)
+            weight_of_word(w, h, z, s, 2, MATRIX, KIND), weight_of_word(w, h, z, s, 6, MATRIX, KIND)
         )
         three = tl.join(
-            weight_of_word(w, z, s, 3, MATRIX, KIND), weight_of_word(w, z, s, 7, MATRIX, KIND)
+            weight_of_word(w, h, z, s, 3, MATRIX, KIND), weight_of_word(w, h, z, s, 7, MATRIX, KIND)
         )
         even, odd = tl.join(even, two), tl.join(odd, three)
     return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))

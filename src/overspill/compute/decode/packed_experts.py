@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.codes_triton import (
+    high_of_words,
     input_factors,
     load_factor,
-    scale_of,
     sum_units,
     term_of_word,
     words_of_units,
@@ -33,6 +33,7 @@ from overspill.compute.decode.packing import (
     at_record,
     by_places,
     load_units,
+    unit_scales,
     unit_zeros,
 )
 
@@ -146,25 +147,25 @@ def _gates_and_up(
     second = tl.zeros((ROWS, UNITS), tl.float32)
     offsets = offset + tl.zeros((UNITS,), tl.int64)
     unit = tl.arange(0, UNITS)
-    w, s = load_units(codes, scales, offsets, gate, unit, there, unit < units, GATE)
-    w2, s2 = w, s
+    w, h, s = load_units(codes, scales, offsets, gate, unit, there, unit < units, GATE)
+    w2, h2, s2 = w, h, s
     if GATED:
-        w2, s2 = load_units(codes, scales, offsets, up, unit, there, unit < units, UP)
+        w2, h2, s2 = load_units(codes, scales, offsets, up, unit, there, unit < units, UP)
     # codes are on their way while the kernel before ends
     wait(EARLY)
     let_next_begin(EARLY)
     for start in range(0, words, BLOCK):
-        next_w, next_s, next_w2, next_s2 = w, s, w2, s2
+        next_w, next_h, next_s, next_w2, next_h2, next_s2 = w, h, s, w2, h2, s2
         unit = start // UNIT + tl.arange(0, UNITS)
         inside = unit < units
         if words > BLOCK:
             # first: they are on their way while others are computed
             then = unit + UNITS
-            next_w, next_s = load_units(
+            next_w, next_h, next_s = load_units(
                 codes, scales, offsets, gate, then, there, then < units, GATE
             )  # fmt: skip
             if GATED:
-                next_w2, next_s2 = load_units(
+                next_w2, next_h2, next_s2 = load_units(
                     codes, scales, offsets, up, then, there, then < units, UP
                 )
         word = words_of_units(unit, GATE)
@@ -172,20 +173,25 @@ def _gates_and_up(
         g = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
         u = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
         total = tl.zeros((1, UNITS, UNIT), tl.float32)
+        h, h2 = high_of_words(h, GATE), high_of_words(h2, UP)
         for _ in range(2):  # halves of int32: code that is half as long
             for place in tl.static_range(16 // GATE.bits):
                 value = tl.load(inputs + place * words + word, mask=mask, other=0.0)
-                g += term_of_word(w, place, GATE) * value
+                g += term_of_word(w, h, place, GATE) * value
                 if GATED:
-                    u += term_of_word(w2, place, UP) * value
+                    u += term_of_word(w2, h2, place, UP) * value
                 total += zero_term(value, place, GATE)
             w, w2, word = w >> 16, w2 >> 16, word + words * (16 // GATE.bits)
-        z = unit_zeros(zeros, offsets, gate, unit, there, inside, GATE)
-        first += sum_units(g, total, z, GATE) * scale_of(s, GATE)
+            if GATE.high_bits > 0:
+                h, h2 = h >> 4 * GATE.high_bits, h2 >> 4 * GATE.high_bits
+        z = unit_zeros(zeros, factors, offsets, gate, unit, there, inside, GATE)
+        own = unit_scales(s, factors, offsets, gate, unit, there, inside, GATE)
+        first += sum_units(g, total, z, own, GATE)
         if GATED:
-            z = unit_zeros(zeros, offsets, up, unit, there, inside, UP)
-            second += sum_units(u, total, z, UP) * scale_of(s2, UP)
-        w, s, w2, s2 = next_w, next_s, next_w2, next_s2
+            z = unit_zeros(zeros, factors, offsets, up, unit, there, inside, UP)
+            own = unit_scales(s2, factors, offsets, up, unit, there, inside, UP)
+            second += sum_units(u, total, z, own, UP)
+        w, h, s, w2, h2, s2 = next_w, next_h, next_s, next_w2, next_h2, next_s2
     factors = at_record(factors, offset)
     here = offset != -(1 << 62)
     g = tl.sum(first, 1) * load_factor(factors, here, GATE)
@@ -242,7 +248,7 @@ def _weighted_sum(
     result = tl.zeros((ROWS, UNITS), tl.float32)
     at = tl.arange(0, UNITS)
     offset, inside, share = _experts_of(offsets, weights, first, at // units, TOP_K)
-    w, s = load_units(codes, scales, offset, rows, at % units, there, inside, OUT)
+    w, h, s = load_units(codes, scales, offset, rows, at % units, there, inside, OUT)
     # codes are on their way while the kernel before ends
     wait(EARLY)
     let_next_begin(EARLY)
@@ -253,7 +259,7 @@ def _weighted_sum(
             offsets, weights, first, after_it // units, TOP_K
         )  # fmt: skip
         # first: they are on their way while others are computed
-        next_w, next_s = load_units(
+        next_w, next_h, next_s = load_units(
             codes, scales, next_offset, rows, after_it % units, there, next_inside, OUT
         )
         k, unit = at // units, at % units
@@ -262,16 +268,24 @@ def _weighted_sum(
         own = inputs + ((first + k) * OUT.columns)[None, :, None] + word
         part = tl.zeros((ROWS, UNITS, UNIT), tl.float32)
         total = tl.zeros((1, UNITS, UNIT), tl.float32)
+        h = high_of_words(h, OUT)
         for _ in range(2):  # halves of int32: code that is half as long
             for place in tl.static_range(16 // OUT.bits):
                 value = tl.load(own + place * words, mask=mask, other=0.0)
-                part += term_of_word(w, place, OUT) * value
+                part += term_of_word(w, h, place, OUT) * value
                 total += zero_term(value, place, OUT)
             w, own = w >> 16, own + words * (16 // OUT.bits)
-        z = unit_zeros(zeros, offset, rows, unit, there, inside, OUT)
+            if OUT.high_bits > 0:
+                h = h >> 4 * OUT.high_bits
+        z = unit_zeros(zeros, factors, offset, rows, unit, there, inside, OUT)
+        s = unit_scales(s, factors, offset, rows, unit, there, inside, OUT)
         share *= load_factor(at_record(factors, offset), inside, OUT)
-        result += sum_units(part, total, z, OUT) * (scale_of(s, OUT) * share[None, :])
-        w, s, offset, inside, share = next_w, next_s, next_offset, next_inside, next_share
+        s *= share[None, :]
+        if OUT.n_factors == 2:
+            z *= share[None, :]
+        result += sum_units(part, total, z, s, OUT)
+        w, h, s = next_w, next_h, next_s
+        offset, inside, share = next_offset, next_inside, next_share
     return tl.sum(result, 1)
 
 

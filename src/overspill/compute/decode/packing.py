@@ -16,8 +16,10 @@ from overspill.compute.codes_triton import (
     Matrix,
     Planes,
     is_supported,
+    load_group_factors,
     matrix_of,
     planes_of,
+    scale_of,
     stored_scales,
     words_of_units,
     zeros_of_words,
@@ -111,8 +113,8 @@ def by_places(column, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_units(codes, scales, offset, row, unit, there, inside, MATRIX: tl.constexpr):
-    """The codes [rows, units, unit] and the stored scales [rows, units] of some units, each of a
-    record of its own."""
+    """The codes [rows, units, unit] of some units, each of a record of its own, an int32 of their
+    high bits [rows, units], if there are any, and the stored scales [rows, units]."""
     words: tl.constexpr = MATRIX.columns * MATRIX.bits // 32
     word = words_of_units(unit, MATRIX)
     mask = there[:, None] & inside[None, :]
@@ -123,12 +125,28 @@ def load_units(codes, scales, offset, row, unit, there, inside, MATRIX: tl.const
     w = tl.load(at_record(codes, offset)[None, :, None] + at, mask=own, other=0)
     group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
     from_scales = at_record(scales, offset)[None, :]
-    return w, stored_scales(from_scales, row[:, None], group, mask, MATRIX)
+    high = w
+    if MATRIX.high_bits > 0:
+        at = MATRIX.high // 4 + row[:, None] * (words // MATRIX.unit) + unit[None, :]
+        high = tl.load(at_record(codes, offset)[None, :] + at, mask=mask, other=0)
+    return w, high, stored_scales(from_scales, row[:, None], group, mask, MATRIX)
 
 
 @triton.jit
-def unit_zeros(zeros, offset, row, unit, there, inside, MATRIX: tl.constexpr):
-    """The codes that stand for zero in some units."""
+def unit_scales(stored, factors, offset, row, unit, there, inside, MATRIX: tl.constexpr):
+    """The scales of some units, without the factor of all scales."""
+    scale = scale_of(stored, MATRIX)
+    if MATRIX.n_factors > 0:
+        group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
+        own, mask = at_record(factors, offset)[None, :], there[:, None] & inside[None, :]
+        scale *= load_group_factors(own, row[:, None], group, mask, 0, MATRIX)
+    return scale
+
+
+@triton.jit
+def unit_zeros(zeros, factors, offset, row, unit, there, inside, MATRIX: tl.constexpr):
+    """The codes that stand for zero in some units, or their minimums."""
     group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
     mask = there[:, None] & inside[None, :]
-    return zeros_of_words(at_record(zeros, offset)[None, :], row[:, None], group, mask, MATRIX)
+    own, of_groups = at_record(zeros, offset)[None, :], at_record(factors, offset)[None, :]
+    return zeros_of_words(own, of_groups, row[:, None], group, mask, MATRIX)
