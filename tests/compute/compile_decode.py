@@ -156,7 +156,7 @@ TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 TILE = {"ROWS": 4, "BLOCK": 512}
 WIDE_INPUTS = {"inputs": "*fp32", "out": "*fp32"}
 ARRANGE = {"BLOCK": 512, "REQUEST": 4, "ON_GPU": True}
-for form in ("mxfp4-stack", "int4-zeros", "mxfp8"):
+for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
     stack = form == "mxfp4-stack"
     shape = ExpertShape(512, 256, gated=True, bias=stack, transposed=stack)
     packed = packed_records(

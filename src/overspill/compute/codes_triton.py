@@ -348,15 +348,17 @@ def term_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
     """The code at a place of int32 as float32, with few operations on integers. It lacks a power of
     two: a part of it the input gets first (`input_factors`), the rest the sum of products
     (`sum_units`), which also subtracts zeros."""
-    if MATRIX.code == _E2M1:
-        bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
-    elif MATRIX.code == _E4M3:
-        bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
-    elif MATRIX.code == _IQ4_NL:
-        return value_of_iq4_nl(word, PLACE, MATRIX)
+    if MATRIX.code == _IQ4_NL:
+        value = value_of_iq4_nl(word, PLACE, MATRIX)
     else:
-        bits = integer_of_word(word, high, PLACE, MATRIX)
-    return bits.to(tl.float32, bitcast=True)
+        if MATRIX.code == _E2M1:
+            bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
+        elif MATRIX.code == _E4M3:
+            bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
+        else:
+            bits = integer_of_word(word, high, PLACE, MATRIX)
+        value = bits.to(tl.float32, bitcast=True)
+    return value
 
 
 @triton.jit
