@@ -394,8 +394,8 @@ def sum_units(products, zero_terms, zero, scale, MATRIX: tl.constexpr):
     elif MATRIX.code == _IQ4_NL:
         return total * scale
     elif MATRIX.n_factors == 2:
-        total = total * scale - tl.sum(zero_terms, 2) * zero
-        return total * 38685626227668133590597632.0  # 2**85
+        minimum = tl.sum(zero_terms, 2) * 38685626227668133590597632.0 * zero
+        return total * 38685626227668133590597632.0 * scale - minimum
     else:
         total -= tl.sum(zero_terms, 2) * zero
         return total * 38685626227668133590597632.0 * scale  # 2**85

@@ -1,5 +1,6 @@
 """Fused steps with packed experts, wherever they are, give the logits of the plain model."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 import overspill
 from overspill.compute.decode import constants
+from tests.models.huggingface.gguf import cases as gguf
 from tests.models.huggingface.packed.cases import Pairs, load
 from tests.models.huggingface.test_load import again
 from tests.serve.decode.decoding import INTERPRETED, Decoding
@@ -88,6 +90,33 @@ def test_the_cpu_computes_packed_experts(
     made = decode(pairs, name, [1, 0], 0, prompts, migrate="cpu")
     assert made.runner.stats()["experts_on_cpu"] > 0
     assert steps == [len(prompts)] * 2
+
+
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_types_of_gguf_may_differ_by_layer(
+    several: bool, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files such as Q4_K_M give some layers more bits than others."""
+
+    def choose(name: str, shape: tuple[int, ...]) -> str:
+        if "exps" not in name:
+            return "F32"
+        return "IQ4_NL" if "blk.0." in name else "Q6_K" if "down" in name else "Q4_K"
+
+    monkeypatch.setattr(constants, "SEVERAL", 1 if several else 100)
+    for tile in ("PACKED_IN_TILE", "PACKED_OUT_TILE", "PACKED_WIDE_TILE"):
+        monkeypatch.setattr(constants, tile, constants.Tile(128, 16, 4))
+    case = gguf.CASES["qwen3moe-k"]
+    case = dataclasses.replace(case, config=case.config | {"num_hidden_layers": 2})
+    family, eager = gguf.make_case(case, tmp_path / "model.gguf", choose)
+    model = gguf.load(tmp_path / "model.gguf", packed=True)
+    model.overspill.set_homes([1, 0])
+    made = Decoding(eager, model, PROMPTS[:1], 1)
+    made.step()
+    made.runner.close()
+    model.overspill.check_conserved()
+    model.overspill.close()
+    assert steps == [1]
 
 
 def test_packed_experts_are_read_from_disk(pairs: Pairs, tmp_path: Path, steps: list[int]) -> None:
