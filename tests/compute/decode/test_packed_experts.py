@@ -79,7 +79,7 @@ def test_types_that_only_gguf_has_are_read_as_codes(
     name: str, how: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read(how, monkeypatch)
-    for tile in ("PACKED_IN_TILE", "PACKED_OUT_TILE"):
+    for tile in ("PACKED_IN_TILE", "PACKED_OUT_TILE") if device == "cpu" else ():
         monkeypatch.setattr(constants, tile, constants.Tile(128, 32, 4))
     columns = 64 if name == "IQ4_NL" else 256  # of a block at least
     dtype = BF16 if name == "Q5_K" else FP32
