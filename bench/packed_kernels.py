@@ -1,11 +1,14 @@
 """Microseconds that the experts of a layer of W2 take in a decoding step, packed and in bf16.
 
-PYTHONPATH=src python3 bench/packed_kernels.py bf16 mxfp4 int4 fp8 [--tiles] [--out FILE]
+PYTHONPATH=src python3 bench/packed_kernels.py bf16 mxfp4 int4 fp8 [--tiles | --few] [--out FILE]
 """
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from overspill.compute.activation import Form
-from overspill.compute.decode import constants
+from overspill.compute.decode import constants, packed_experts
 from overspill.compute.decode.constants import Tile
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.packing import packed_records
@@ -33,6 +36,17 @@ TRIED = (
 )
 
 
+FEW: dict[str, tuple[tuple[int, ...], object, str, object]] = {
+    "out (4, 256, 2)": ((1, 4), constants, "PACKED_OUT_TILE", Tile(4, 256, 2)),
+    "out (4, 128, 1)": ((1, 4), constants, "PACKED_OUT_TILE", Tile(4, 128, 1)),
+    "in (1, 128, 1)": ((1, 4), constants, "PACKED_IN_TILE", Tile(1, 128, 1)),
+    "not early": ((1, 4), packed_experts, "early", lambda device: {"EARLY": False}),
+    "group (32, 16, 2)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(32, 16, 2)),
+    "group (128, 16, 8)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(128, 16, 8)),
+}
+"""Changes that `--few` measures: with how many tokens, and what is set to what."""
+
+
 class Row(NamedTuple):
     """Microseconds of a layer, or of one of its kernels."""
 
@@ -46,10 +60,11 @@ class Row(NamedTuple):
 class Layers:
     """The experts of some layers on the GPU, and a step with random ones."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, layers: int = LAYERS) -> None:
+        self.layers = layers
         self.base, self.packed = torch.empty(64, dtype=torch.bfloat16, device="cuda"), None
         form = Form.usual(SHAPE.gated)
-        count = LAYERS * N_EXPERTS
+        count = layers * N_EXPERTS
         if name == PLAIN:
             self.records = torch.randn(count, SHAPE.numel, device="cuda", dtype=torch.bfloat16)
             self.records *= 0.02
@@ -58,7 +73,7 @@ class Layers:
             one = torch.empty(N_EXPERTS, source.format.nbytes, dtype=torch.uint8)
             for index, record in enumerate(one):
                 source.fill(ExpertId(0, index), record)
-            self.records = one.to("cuda").repeat(LAYERS, 1)
+            self.records = one.to("cuda").repeat(layers, 1)
             self.base = torch.empty(64, dtype=torch.uint8, device="cuda")
             self.packed = packed_records(source.format, form, self.base)
         self.nbytes = self.records[0].nbytes
@@ -72,15 +87,15 @@ class Layers:
     def microseconds(self, batch: int) -> tuple[float, float]:
         """Of a layer; and bytes a second that it reads of its experts."""
         step, read = self.prepare(batch)
-        seconds = time_graph(step) / LAYERS
+        seconds = time_graph(step) / self.layers
         return 1e6 * seconds, read / seconds
 
     def prepare(self, batch: int) -> tuple[Callable[[], object], float]:
         """A step, and the bytes of experts that a layer of it reads."""
         torch.manual_seed(batch)
-        ids = torch.rand(LAYERS, batch, N_EXPERTS).topk(TOP_K).indices
-        read = sum(len(set(layer.flatten().tolist())) for layer in ids) / LAYERS * self.nbytes
-        ids += torch.arange(LAYERS)[:, None, None] * N_EXPERTS
+        ids = torch.rand(self.layers, batch, N_EXPERTS).topk(TOP_K).indices
+        read = sum(len(set(layer.flatten().tolist())) for layer in ids) / self.layers * self.nbytes
+        ids += torch.arange(self.layers)[:, None, None] * N_EXPERTS
         first = (self.records.data_ptr() - self.base.data_ptr()) // self.base.element_size()
         offsets = (first + ids * self.records.stride(0)).cuda()
         x = torch.randn(batch, SHAPE.d_model, dtype=torch.bfloat16, device="cuda")
@@ -142,6 +157,41 @@ def try_tiles(layers: Layers, name: str) -> list[Row]:
     return rows
 
 
+def compile_few(name: str) -> None:
+    """Compiles the kernels of `measure_few`, each change in a process of its own."""
+    command = [sys.executable, __file__, name, "--compile"]
+    running = [subprocess.Popen([*command, change]) for change in ("", *FEW)]
+    for process in running:
+        process.wait()
+
+
+def compile_change(name: str, change: str) -> None:
+    batches, where, what, value = FEW.get(change, ((1, 4, 16, 64), constants, "WIDE", 2048))
+    setattr(where, what, value)
+    layers = Layers(name, 1)
+    for batch in batches:
+        layers.prepare(batch)[0]()
+    torch.cuda.synchronize()
+
+
+def measure_few(name: str) -> list[Row]:
+    """A layer as it is and with each of a few changes."""
+    layers = Layers(name)
+    rows = [Row(name, batch, "", *layers.microseconds(batch)) for batch in (1, 4, 16, 64)]
+    for change, (batches, where, what, value) in FEW.items():
+        before = getattr(where, what)
+        setattr(where, what, value)
+        for batch in batches:
+            try:
+                rows.append(Row(name, batch, change, *layers.microseconds(batch)))
+            except Exception as error:  # too much shared memory
+                print(name, change, type(error).__name__, flush=True)
+        setattr(where, what, before)
+    for batch in (1, 64):
+        rows += [Row(name, batch, *each) for each in layers.by_kernel(batch).items()]
+    return rows
+
+
 def measure(name: str, tiles: bool) -> list[Row]:
     layers = Layers(name)
     rows = []
@@ -158,17 +208,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="+", choices=[PLAIN, "mxfp4", "int4", "fp8"])
     parser.add_argument("--tiles", action="store_true", help="try others than those of the kernels")
+    parser.add_argument("--few", action="store_true", help="only layers, also with a few changes")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="file to which the rows are written as JSON")
     args = parser.parse_args()
+    if args.compile is not None:
+        return compile_change(args.names[0], args.compile)
+    if args.few:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(compile_few, args.names))
     rows = []
     for name in args.names:
-        rows += measure(name, args.tiles)
+        own = measure_few(name) if args.few else measure(name, args.tiles)
+        for row in own:
+            print(as_text(row), flush=True)
+        rows += own
         torch.cuda.empty_cache()
     if args.out is not None:
         args.out.write_text(json.dumps([row._asdict() for row in rows]))
-    for row in rows:
-        rate = f"{row.rate / 1e9:7.0f} GB/s" if row.rate else ""
-        print(f"{row.name:6} {row.tokens:3} tokens {row.us:7.1f} us {rate:12} {row.what}")
+
+
+def as_text(row: Row) -> str:
+    rate = f"{row.rate / 1e9:7.0f} GB/s" if row.rate else ""
+    return f"{row.name:6} {row.tokens:3} tokens {row.us:7.1f} us {rate:12} {row.what}"
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def random_model(config: Any, name: str, ranks: LowRanks = NO_LOW_RANKS, **given
     """A model for inference with random weights; its experts are packed as `name` says, and have an
     adapter of these ranks. `given` are budgets."""
     given.setdefault("settings", overspill.Settings())
-    budgets = Budgets(**given)
+    budgets = Budgets(**given, progress=False, quiet=True)
     with repeated_values():
         made, model = random_dense(config, torch.bfloat16, False)
     shape = made.layers[0].shape
@@ -108,7 +108,7 @@ def random_model(config: Any, name: str, ranks: LowRanks = NO_LOW_RANKS, **given
 
     source = RepeatedExperts(shape) if name == PLAIN else RandomExperts(shape, name)
     adapted = RandomAdapters(source, shape, ranks)
-    return move_experts(model, made.layers, budgets, False, True, adapted, finish)
+    return move_experts(model, made.layers, budgets, adapted, finish)
 
 
 def _start(expert: ExpertId) -> int:

@@ -110,10 +110,11 @@ def _slow_batches(file: Path) -> None:
 def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     """Runs the command line, or a script."""
     os.environ.update(environment)
-    main, launcher, join, watchdog, loop = (
+    main, runs, launcher, join, watchdog, loop = (
         sys.modules[f"overspill.{name}"]
         for name in (
             "cli.main",
+            "cli.runs",
             "parallel.launcher",
             "parallel.join",
             "parallel.watchdog",
@@ -125,7 +126,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     # it counts the objects of all imported modules, which the server has frozen
     loop.short_collections = contextlib.nullcontext  # type: ignore[attr-defined]
     # ranks of --gpus are forked too
-    main.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
+    runs.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
     if SILENT in os.environ:
         watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
         # a stopped rank does not end by itself, and was not killed

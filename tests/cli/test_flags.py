@@ -8,7 +8,10 @@ from overspill.train.settings import Setting
 
 
 def _setting(name: str, kind: type[Any], default: Any) -> Setting:
-    return Setting(name, "kitchen", "The kitchen", kind, default is None, default, f"The {name}.")
+    return Setting(
+        name, default, kind, default is None,
+        help=f"The {name}.", section="kitchen", title="The kitchen",
+    )  # fmt: skip
 
 
 SETTINGS = [

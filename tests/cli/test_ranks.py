@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from overspill.cli import runs
+from overspill.cli.main import app
 from overspill.parallel.launcher import rank_command
 from overspill.train.metrics import read_lines
 from tests.cli.forks import HOLD, SILENT, Forks
@@ -189,6 +191,56 @@ def test_ranks_fail_together_and_resume_to_the_same_losses(
 
     assert forks.run(_resume(run.out), run.log) == 0, run.log.read_text()
     assert _numbers(run.out) == _numbers(folder / "whole")
+
+
+class Attempts:
+    """A launcher whose ranks write the checkpoint of each attempt, if it has one, and then end with
+    its code."""
+
+    def __init__(self, out: Path, *attempts: tuple[int, int | None]) -> None:
+        self.given: list[list[str]] = []
+        self._out, self._left = out, list(attempts)
+
+    def launch(self, count: int, arguments: list[str]) -> int:
+        assert count == 2
+        self.given.append(arguments)
+        code, step = self._left.pop(0)
+        if step is not None:
+            (self._out / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        return code
+
+
+@pytest.mark.parametrize(
+    ("attempts", "flags", "resumed"),
+    [
+        ([(1, 2), (1, None), (0, 4)], [], [False, True, True]),
+        ([(1, 2), (1, 4), (1, 6)], [], [False, True, True]),  # no more restarts
+        ([(1, 2), (130, None)], [], [False, True]),
+        ([(2, None)], [], [False]),  # nothing to continue, as after a wrong flag
+        ([(1, None), (0, None)], ["--resume"], [True, True]),
+    ],
+)
+def test_ranks_restart_from_checkpoints(
+    attempts: list[tuple[int, int | None]], flags: list[str], resumed: list[bool],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    found = Attempts(tmp_path, *attempts)
+    monkeypatch.setattr(runs, "launch", found.launch)
+    monkeypatch.setattr(runs, "rank_command", list)
+    if flags:
+        (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    needed = runs.RanksNeeded(2, restarts=2, out=str(tmp_path))
+    assert runs.start_ranks(["train", *flags], needed) == attempts[-1][0]
+    assert ["--resume" in given for given in found.given] == resumed
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(resumed) - 1
+    assert not lines or lines[0].startswith("restart 1 of 2, from step-0000000")
+
+
+def test_restarts_need_ranks_and_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--gpus", "2"], ["--out", "run"]):
+        assert app(["train", "nano", "--max-restarts", "1", *flags]) == 2
+        assert "error: --max-restarts 1 starts the ranks of --gpus again" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_in_stages_micro_batches_teach_within_a_stage(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_follow_is_refused() -> None:
-    with pytest.raises(ConfigError, match="popularity='guess' must be one of history, learned"):
+    with pytest.raises(ConfigError, match="popularity='guess' must be one of 'history', 'learned'"):
         overspill.Settings(popularity="guess")
     with pytest.raises(ConfigError, match="does not support popularity='learned'"):
         RankRows.check(None, overspill.Settings(popularity="learned"))  # type: ignore[arg-type]

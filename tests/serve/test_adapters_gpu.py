@@ -39,8 +39,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @contextmanager
 def beside(made: Adapted, homes: str, **given: Any) -> Iterator[Any]:
     """The base model on the GPU, with the adapter of its experts beside their weights."""
-    budgets = Budgets(device="cuda", mode="host", slots=8)
-    asked: Any = (torch.float32, False, False, True, {})
+    budgets = Budgets(device="cuda", mode="host", slots=8, quiet=True)
+    asked: Any = (torch.float32, False)
     options = {"adapter": made.folder, "merged": False, **given}
     model = load_within(made.base, budgets, *asked, **options)
     try:

@@ -20,6 +20,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface import recurrent, relative, sparse
 from overspill.serve.blocks import BlockPool
+from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler, Work
 from tests.models.huggingface.adapters import make_adapter
@@ -229,7 +230,9 @@ def test_bf16_logits_are_as_near_to_float32_as_those_of_the_modules(
 def test_a_step_gives_the_same_bits_each_time(homes: str, fused: list[int]) -> None:
     with offloaded(gpt(LARGE, torch.bfloat16), homes) as model:
         # without copies: the bits depend on whether the CPU or the GPU computes an expert
-        runner = PagedRunner(model, torch.device("cuda"), 32, 16, 128, 4, fused=True, slots=0)
+        runner = PagedRunner(
+            model, torch.device("cuda"), 32, 16, 128, 4, True, DecodingOptions(slots=0)
+        )
         steps = Steps(LARGE.vocab)
         with torch.inference_mode():
             batch = steps.scheduler.next_batch()

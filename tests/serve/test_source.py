@@ -57,10 +57,10 @@ def test_an_adapter_alone_is_served_with_the_base_that_it_names(adapted: Adapted
 def test_weights_are_those_of_the_merged_checkpoint(where: str, tmp_path: Path) -> None:
     made = make_adapter(family("qwen3_moe"), tmp_path, torch.bfloat16)
     overspill.merge(made.folder, tmp_path / "out")
-    given = Budgets(device="cpu", mode="host", slots=3, dense_weights=where)
-    args: Any = (None, False, False, True, {})
-    model = load_within(made.base, given, *args, adapter=made.folder)
-    merged = load_within(tmp_path / "out", given, *args)
+    shown = {"progress": False, "quiet": True}
+    given = Budgets(device="cpu", mode="host", slots=3, dense_weights=where, **shown)
+    model = load_within(made.base, given, None, train=False, adapter=made.folder)
+    merged = load_within(tmp_path / "out", given, None, train=False)
     try:
         assert bool(model.overspill.placement.dense_weights) is (where == "host")
         mine, theirs = (dict(each.named_parameters()) for each in (model, merged))

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 import pytest
 
 from overspill.core.errors import ConfigError
-from overspill.train.settings import Config, Count, NotNegative, Share, SizeText
+from overspill.core.options import Count, NotNegative, Share, Size
+from overspill.train.settings import Config
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class KitchenSection(BaseSection):
     """How salty."""
     fuel: Literal["gas", "wood"] = "gas"
     """What burns."""
-    water: SizeText | None = None
+    water: Size | None = None
     """How much water."""
 
 

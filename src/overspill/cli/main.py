@@ -19,9 +19,8 @@ from overspill.cli import (
     serve,
     train,
 )  # fmt: skip
-from overspill.cli.runs import RanksNeeded
+from overspill.cli.runs import RanksNeeded, start_ranks
 from overspill.core.errors import OverspillError
-from overspill.parallel.launcher import launch, rank_command
 
 commands = typer.Typer(
     name="overspill",
@@ -73,7 +72,7 @@ def app(arguments: Sequence[str] | None = None) -> int:
     try:
         code = commands(args=given, prog_name="overspill", standalone_mode=False)
     except RanksNeeded as needed:
-        return launch(needed.count, rank_command(given))
+        return start_ranks(given, needed)
     except OverspillError as error:
         return _fail(str(error))
     except KeyboardInterrupt:  # such as while a model is loaded

@@ -10,7 +10,8 @@ import typer
 
 from overspill.cli.flags import with_flags
 from overspill.core.errors import ConfigError
-from overspill.train.settings import Config, Count
+from overspill.core.options import Count
+from overspill.train.settings import Config
 
 if TYPE_CHECKING:
     from overspill.core.experts import ExpertShape

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import typer
 
 from overspill.core.errors import ConfigError
-from overspill.parallel.launcher import RankPlace
+from overspill.parallel.launcher import RankPlace, launch, rank_command
 from overspill.train.run_folder import find_run
 from overspill.train.sections import RunConfig
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from overspill.train.summary import Summary
     from overspill.train.team import Team
 
+_INTERRUPTED = 130
 C = TypeVar("C", bound=RunConfig)
 R = TypeVar("R", bound=RunConfig, contravariant=True)
 
@@ -65,25 +66,50 @@ class Run(Protocol[R]):
 
 
 class RanksNeeded(Exception):
-    """The command must run in `count` processes, with the same arguments; `app` starts them."""
+    """The command must run in `count` processes, with the same arguments; `app` starts them, and
+    starts them again up to `restarts` times from checkpoints in the folder `out`."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, restarts: int, out: str | None) -> None:
         super().__init__(count)
-        self.count = count
+        self.count, self.restarts, self.out = count, restarts, out
+
+    def newest_checkpoint(self) -> str | None:
+        folder = Path(self.out or "").expanduser() / "checkpoints"
+        return max((path.name for path in folder.glob("step-*")), default=None)
 
 
 def check_ranks(config: RunConfig, flags: Mapping[str, Any]) -> None:
     """Raises RanksNeeded with --gpus, unless this process is a rank."""
-    asked, place = config.memory.gpus, RankPlace.find()
+    asked, place, restarts = config.memory.gpus, RankPlace.find(), config.run.max_restarts
     if place is None:
+        if restarts and (asked in (None, 1) or config.run.out is None):
+            raise ConfigError(
+                f"--max-restarts {restarts} starts the ranks of --gpus again from checkpoints in "
+                "--out; give both, or omit it"
+            )
         if asked is not None and asked > 1:
-            raise RanksNeeded(asked)
+            raise RanksNeeded(asked, restarts, config.run.out)
         if (alone := flags.get("stage_gpus")) not in (None, 1):
             raise ConfigError(f"--stage-gpus {alone} needs several GPUs; give --gpus, or omit it")
     elif flags.get("gpus") not in (None, place.size):
         raise ConfigError(
             f"--gpus {asked}, but torchrun has started {place.size} ranks; omit the flag"
         )
+
+
+def start_ranks(arguments: Sequence[str], needed: RanksNeeded) -> int:
+    """Runs the command in several processes, and again after a failure; returns its exit code. A
+    command that has written no checkpoint would fail again."""
+    before = None if "--resume" in arguments else needed.newest_checkpoint()
+    code = launch(needed.count, rank_command(arguments))
+    for restart in range(1, needed.restarts + 1):
+        newest = needed.newest_checkpoint()
+        if code in (0, _INTERRUPTED) or newest in (None, before):
+            break
+        print(f"restart {restart} of {needed.restarts}, from {newest}", file=sys.stderr, flush=True)
+        before = None
+        code = launch(needed.count, rank_command([*arguments, "--resume"]))
+    return code
 
 
 def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
@@ -99,9 +125,9 @@ def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
             with joined(place, config.memory.device, config.stage_ranks) as others:
                 summary = _run(config, run, as_json, Team(others))
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(_INTERRUPTED) from None
     if summary.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(_INTERRUPTED)
 
 
 def _run(config: C, run: Run[C], as_json: bool, team: "Team") -> "Summary":

@@ -217,50 +217,44 @@ def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
 
 
 @triton.jit
-def code_of_word(word, zero, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The code at a place of int32 minus zero, with less than two operations on integers: it lacks
-    a factor, one half of which the input gets first (`input_factor`), the other one the sum of
-    products (`sum_factor`)."""
+def weight_of_word(
+    word, zero, scale, PLACE: tl.constexpr, MATRIX: tl.constexpr, KIND: tl.constexpr
+):
+    """Scale × (code - zero) for the code at a place of int32, rounded once, with two or three
+    operations on integers. It lacks `lacking_factor`."""
     if MATRIX.code == _E2M1:
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
-        return bits.to(tl.float32, bitcast=True)
+        value = bits.to(tl.float32, bitcast=True) * (scale * 5.070602400912918e30)  # 2**102
     elif MATRIX.code == _E4M3:
         bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
-        return bits.to(tl.float32, bitcast=True)
+        value = bits.to(tl.float32, bitcast=True) * (scale * 7.922816251426434e28)  # 2**96
     else:
-        # in the last bits of 2**23, where they are
+        # the bits of a subnormal number are an integer
         first: tl.constexpr = MATRIX.bits * (PLACE % (16 // MATRIX.bits))
+        one: tl.constexpr = (1 << first) / 4194304  # 2**-22
         if MATRIX.code == _SIGNED:
             word = word ^ -0x7F7F7F80
         if 16 // MATRIX.bits <= PLACE:
             word = word >> 16
-        bits = (word & (((1 << MATRIX.bits) - 1) << first)) | 0x4B000000
-        return bits.to(tl.float32, bitcast=True) - (8388608.0 + zero * (1 << first))
+        bits = word & (((1 << MATRIX.bits) - 1) << first)
+        value = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 - zero * one  # 2**127
+        value *= scale * (1.0 / one)
+    return value.to(KIND)
 
 
 @triton.jit
-def input_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """Keeps products with codes in the exponents of subnormal numbers exact."""
+def lacking_factor(MATRIX: tl.constexpr):
+    """What products with weights of `weight_of_word` lack: with all of it, the factor of a code
+    could be larger than float32 can be."""
     if MATRIX.code == _E2M1 or MATRIX.code == _E4M3:
-        return 18446744073709551616.0  # 2**64
+        return 16777216.0  # 2**24
     else:
-        return 1.0 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))
-
-
-@triton.jit
-def value_factor(PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """All that a code of a word lacks."""
-    if MATRIX.code == _E2M1:
-        return 8.507059173023462e37  # 2**126
-    elif MATRIX.code == _E4M3:
-        return 1.329227995784916e36  # 2**120
-    else:
-        return input_factor(PLACE, MATRIX)
+        return 1.0
 
 
 @triton.jit
 def zeros_of_words(zeros, row, group, inside, MATRIX: tl.constexpr):
-    """What `code_of_word` subtracts."""
+    """What is subtracted from the codes of int32."""
     if MATRIX.zeros >= 0:
         return load_zeros(zeros, row, group, inside, MATRIX)
     elif MATRIX.code == _SIGNED:

@@ -9,48 +9,63 @@ from typing import TYPE_CHECKING
 import torch
 
 from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.options import values_of
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import available_memory, choose_device, disk_free
 from overspill.moe.memory_limit import MEMORY_LIMITS
 from overspill.moe.settings import Settings
 from overspill.plan.budget import BudgetRequest
+from overspill.plan.limits import HostSlots, MemoryLimits, PlanOptions
+from overspill.tiers.slab import Progress
 from overspill.tiers.ssd import check_folder
 from overspill.transfer.mapped import can_map
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Size = str | int | None
 _HOST_SHARE = 0.95
 """Share of the free host memory that is used without a budget; the system keeps the rest."""
 
 
-@dataclass(frozen=True)
-class Budgets:
-    """Budgets as the user gives them; the arguments of `overspill.offload` explain each field."""
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions(PlanOptions, HostSlots, MemoryLimits):
+    """Options of `overspill.offload`: budgets, and what overrides them"""
 
-    gpu_memory: Size = None
-    host_memory: Size = None
-    disk: str | Path | None = None
-    device: str | torch.device | None = None
-    mode: str = "auto"
-    slots: int | None = None
-    host_slots: int | None = None
     settings: Settings = field(default_factory=Settings)
+    """Switches of the engine."""
     state_dtype: torch.dtype = torch.float32
-    keep_gradients: bool | None = None
-    gpu_experts: int | None = None
-    dense_states: str = "auto"
-    dense_weights: str = "auto"
+    """Data type of the optimizer's moments."""
     mesh: "DeviceMesh | None" = None
+    """Ranks among which the experts of each layer are divided, in training; a
+    `torch.distributed.device_mesh.DeviceMesh` of one dimension, or of the dimensions
+    ("data", "expert") for several nodes, which divide the experts in the same way, either one with
+    "stage" before "expert". Each rank passes the same model and its own part of the batch; the loss
+    is the mean over ranks. Those of a node share `host_memory` and `disk`; the other budgets are
+    those of each rank."""
     shard_dense: bool = False
+    """Whether the ranks of the mesh divide the dense weights, their gradients and optimizer states
+    too, with FSDP2. Gathers each block's weights when it computes."""
     stages: int | None = None
+    """How many pipeline stages `overspill.Stages` divides the model into; needed if the mesh has a
+    dimension "stage", whose ranks then divide the layers (see docs/stages.md)."""
+
+    progress: bool | Progress = True
+    """Show a progress bar, or a function that is called with (what, done, total)."""
+    quiet: bool = False
+    """Do not print where the experts are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets(OffloadOptions):
+    """Options of a model, and what else needs memory."""
+
     host_reserved: int = 0
     """Bytes of host memory that something else of each rank needs."""
     device_reserved: int = 0
     """Bytes of the budget of the compute device for what is added to the model later."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", self.settings or Settings())  # None: the default
         if self.shard_dense and "host" in (self.dense_states, self.dense_weights):
             raise ConfigError(
                 "--shard-dense keeps dense parameters and their states on the GPUs; drop it, or "
@@ -104,14 +119,13 @@ class Budgets:
             gpu_memory=self._rank_gpu_bytes(device, available // n_ranks),
             host_memory=self._rank_host_bytes(available, n_ranks),
             disk_free=None if self.folder is None else disk_free(self.folder) // n_ranks,
-            mode=self.mode,
-            slots=self.slots,
+            **{
+                **values_of(self, PlanOptions),
+                "dense_states": states,
+                "dense_weights": weights,
+            },
             host_slots=self.host_slots,
-            gpu_experts=self.gpu_experts,
-            keep_gradients=self.keep_gradients,
             residency=self.settings.residency and device.type == "cuda",
-            dense_states=states,
-            dense_weights=weights,
             can_map=can_map(device),
         )
 

@@ -1,32 +1,33 @@
 """The shape of a GPT-MoE. Field docstrings are the help text."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
+from overspill.core.options import Count, check_options
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    vocab: int
+    vocab: Count
     """Number of tokens in the vocabulary."""
-    n_layers: int
+    n_layers: Count
     """Transformer blocks."""
-    d_model: int
+    d_model: Count
     """Width of the residual stream."""
-    d_hidden: int
+    d_hidden: Count
     """Hidden width of an expert (and of the dense feed-forward of layers without experts)."""
-    n_heads: int
+    n_heads: Count
     """Attention heads; d_model / n_heads is the width of a head."""
-    n_experts: int
+    n_experts: Count
     """Experts in each MoE layer."""
-    top_k: int
+    top_k: Count
     """Experts each token goes to."""
     gated: bool = False
     """Gated SiLU experts with three matrices; otherwise GELU with two."""
-    moe_every: int = 1
+    moe_every: Count = 1
     """Every n-th layer is MoE; the others have one dense feed-forward of the same shape."""
-    max_seq: int = 1024
+    max_seq: Count = 1024
     """Longest sequence in tokens."""
     balance_coef: float = 0.01
     """Weight of the load-balance loss of each MoE layer; 0 turns it off."""
@@ -38,10 +39,7 @@ class GPTConfig:
     """Base of the rotary position embedding."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is int and (type(value) is not int or value < 1):
-                raise ConfigError(f"{field.name}={value!r} must be a whole number of at least 1")
+        check_options(self, GPTConfig)
         if self.top_k > self.n_experts:
             raise ConfigError(
                 f"top_k={self.top_k} is more than n_experts={self.n_experts}; "

@@ -5,7 +5,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,8 +13,9 @@ from torch import nn
 from overspill.core.errors import ConfigError
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.lifetime import outside_engine_threads
+from overspill.core.options import takes
 from overspill.hardware.profile import ExpertCosts
-from overspill.models.budgets import Budgets, Size
+from overspill.models.budgets import Budgets, OffloadOptions
 from overspill.models.cpu_costs import cpu_expert_costs
 from overspill.models.expert_layers import ExpertLayer, check_layers, check_weights
 from overspill.models.fill import ExpertSource, fill_experts
@@ -28,96 +28,33 @@ from overspill.models.snapshot import ModelSnapshot
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
 from overspill.moe.predictor import Observer
-from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.slab import Progress
 from overspill.trace.recorder import Recorder
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 _log = logging.getLogger("overspill")
 
 
-def offload(
-    model: nn.Module,
-    gpu_memory: Size = None,
-    host_memory: Size = None,
-    disk: str | Path | None = None,
-    device: str | torch.device | None = None,
-    mode: str = "auto",
-    slots: int | None = None,
-    host_slots: int | None = None,
-    *,
-    settings: Settings | None = None,
-    state_dtype: torch.dtype = torch.float32,
-    keep_gradients: bool | None = None,
-    gpu_experts: int | None = None,
-    dense_states: str = "auto",
-    dense_weights: str = "auto",
-    progress: bool | Progress = True,
-    quiet: bool = False,
-    mesh: "DeviceMesh | None" = None,
-    shard_dense: bool = False,
-    stages: int | None = None,
-) -> nn.Module:
+@takes(OffloadOptions)
+def offload(model: nn.Module, options: OffloadOptions) -> nn.Module:
     """Moves the model to the compute device and its experts to the memory the budgets allow.
 
     The model is changed in place and returned; `model.overspill` is its engine. If this fails or is
     interrupted, the model is what it was. In training mode memory for optimizer states is planned;
     call `model.eval()` first to offload for inference. What is frozen gets none: experts that are
-    all frozen cannot be trained afterwards.
-
-    Args:
-        model: a `GPTMoE`, a Mixture-of-Experts model of Hugging Face transformers, or any model
-            with `MoELayer`s.
-        gpu_memory: GPU memory the model may use; default: all that is free, or an equal share of
-            it if several models have no budget.
-        host_memory: host memory the process may use; default: 95% of what is free.
-        disk: folder for experts that do not fit in host memory; default: no disk is used.
-        device: the compute device; default: the GPU if there is one.
-        mode: where experts are kept: "auto" (from the budgets), "gpu", "host" or "disk".
-        slots: experts on the compute device; overrides `gpu_memory`.
-        host_slots: experts in host memory in front of the disk; overrides `host_memory`.
-        settings: switches of the engine.
-        state_dtype: data type of the optimizer's moments.
-        keep_gradients: whether to plan memory for gradients that are kept for clipping or
-            accumulation; default: only if a disk folder is given.
-        gpu_experts: experts that live on the compute device with their optimizer states, so that
-            nothing of them is transferred; default: all if they fit, else none.
-        dense_states: where the optimizer states of the dense part (attention, embeddings, head)
-            are: "gpu", "host" (pinned memory that the GPU reads and writes over PCIe), or "auto"
-            (on the host if the GPU budget is small for them).
-        dense_weights: where its weights and gradients are: "gpu", "host" (copied to the GPU block
-            by block), or "auto" (on the host if the GPU budget does not hold them). On the host,
-            so are the optimizer states.
-        progress: show a progress bar, or a function that is called with (what, done, total).
-        quiet: do not print where the experts are.
-        mesh: ranks among which the experts of each layer are divided, in training; a
-            `torch.distributed.device_mesh.DeviceMesh` of one dimension, or of the dimensions
-            ("data", "expert") for several nodes, which divide the experts in the same way, either
-            one with "stage" before "expert". Each
-            rank passes the same model and its own part of the batch; the loss is the mean over
-            ranks. Those of a node share `host_memory` and `disk`; the other budgets are those of
-            each rank.
-        shard_dense: whether the ranks of the mesh divide the dense weights, their gradients and
-            optimizer states too, with FSDP2. Gathers each block's weights when it computes.
-        stages: how many pipeline stages `overspill.Stages` divides the model into; needed if the
-            mesh has a dimension "stage", whose ranks then divide the layers (see docs/stages.md).
+    all frozen cannot be trained afterwards. `model` is a `GPTMoE`, a Mixture-of-Experts model of
+    Hugging Face transformers, or any model with `MoELayer`s. Arguments after `disk` are given by
+    name.
     """
-    budgets = Budgets(
-        gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
-        stages,
-    )  # fmt: skip
-    return offload_within(model, budgets, progress, quiet)
+    return offload_within(model, Budgets(**vars(options)))
 
 
-def offload_within(
-    model: nn.Module, budgets: Budgets, progress: bool | Progress = True, quiet: bool = False
-) -> nn.Module:
-    """`offload` with all budgets in one object."""
+def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
+    """`offload` with all arguments in one object."""
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
         from overspill.models.huggingface.adapt import adapt, find_experts
         from overspill.models.huggingface.dictionaries import cast_routers
@@ -126,9 +63,7 @@ def offload_within(
         found = find_experts(model)
         check_weights(model)
         cast_routers(model)  # before dense weights are counted and placed
-        return move_experts(
-            model, found, budgets, progress, quiet, finish=lambda: adapt(model, found)
-        )
+        return move_experts(model, found, budgets, finish=lambda: adapt(model, found))
     budgets.settings.check_model(type(model).__name__)
     types = _layer_types()
     layers = {path: module for path, module in model.named_modules() if isinstance(module, types)}
@@ -136,7 +71,7 @@ def offload_within(
         raise ConfigError("the model has no Mixture-of-Experts layer that Overspill supports")
     check_layers(layers, model.training)
     check_weights(model, [p for layer in layers.values() for p in layer.expert_parameters()])
-    return move_experts(model, [*layers.values()], budgets, progress, quiet)
+    return move_experts(model, [*layers.values()], budgets)
 
 
 def _layer_types() -> tuple[Any, ...]:
@@ -150,8 +85,6 @@ def move_experts(
     model: nn.Module,
     layers: Sequence[ExpertLayer],
     budgets: Budgets,
-    progress: bool | Progress = True,
-    quiet: bool = False,
     source: ExpertSource | None = None,
     finish: Callable[[], object] = lambda: None,
 ) -> nn.Module:
@@ -160,23 +93,21 @@ def move_experts(
     copied. They are released when all has succeeded; a failure leaves the model as it was."""
     device = budgets.compute_device
     ranks = None if budgets.mesh is None else Ranks(budgets.mesh, device)
-    args = model, layers, budgets, progress, quiet, source
+    args = model, layers, budgets, source, finish
     # what is made here outlives an inference mode of the caller
     with torch.inference_mode(False), budgets.claimed(device):
         if ranks is None or ranks.size == 1:
-            return _move_experts(*args, finish, None, lambda: None)
+            return _move_experts(*args, None, lambda: None)
         with ranks.together("offloading the model") as agree:
             check_supported(model, budgets.settings)
             with of_one_rank(ranks):
-                return _move_experts(*args, finish, ranks, agree)
+                return _move_experts(*args, ranks, agree)
 
 
 def _move_experts(
     model: nn.Module,
     layers: Sequence[ExpertLayer],
     budgets: Budgets,
-    progress: bool | Progress,
-    quiet: bool,
     source: ExpertSource | None,
     finish: Callable[[], object],
     ranks: Ranks | None,
@@ -189,7 +120,7 @@ def _move_experts(
     held = [layers[number] for number in plan.part.layers.own]
     parameters = [p for layer in layers for p in layer.expert_parameters()]
     with ExitStack() as undo:
-        with _shown(progress) as show:
+        with _shown(budgets.progress) as show:
             costs = _cpu_costs(plan, device, show)
             with DeferredInterrupt() as interrupt:
                 engine = Engine(
@@ -207,7 +138,7 @@ def _move_experts(
                 engine.popularity.new_observer = _new_observer(model)
                 finish()
                 agree()
-        if not quiet:
+        if not budgets.quiet:
             print(engine.describe(), file=sys.stderr)
         undo.pop_all()
     if ranks is not None:  # accelerate must not average gradients too

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overspill.core.errors import BudgetError, ConfigError, OverspillError, RankError
+from overspill.core.options import Device
 from overspill.hardware.machine import choose_device, usable_cores
 from overspill.parallel.launcher import RankPlace
 from overspill.parallel.ranks import Ranks
@@ -42,7 +43,7 @@ class Joined:
 
 @contextlib.contextmanager
 def joined(
-    place: RankPlace, device: str | None, stage_ranks: Callable[[int], int] = lambda node_size: 1
+    place: RankPlace, device: Device | None, stage_ranks: Callable[[int], int] = lambda node_size: 1
 ) -> Iterator[Joined]:
     """While the ranks work together. `device` is the --device of all of them; each rank has its own
     GPU, unless it names one. `stage_ranks` says how many of a node's ranks divide pipeline stages.
@@ -154,12 +155,12 @@ def _await_listener(address: tuple[str, int]) -> None:
             time.sleep(0.1)
 
 
-def _is_shared(device: str | None) -> bool:
+def _is_shared(device: Device | None) -> bool:
     """Whether --device names one GPU for all ranks."""
-    return device is not None and device.startswith("cuda:")
+    return str(device).startswith("cuda:")
 
 
-def _choose_device(device: str | None, place: RankPlace) -> torch.device:
+def _choose_device(device: Device | None, place: RankPlace) -> torch.device:
     if device is not None:
         chosen = choose_device(device)
         if chosen.type == "cpu" or _is_shared(device):

@@ -3,11 +3,10 @@
 from dataclasses import dataclass, replace
 
 from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.options import check_options
 from overspill.core.sizes import format_size
+from overspill.plan.limits import HostSlots, PlanOptions
 
-MODES = ("auto", "gpu", "host", "disk")
-DENSE = ("auto", "gpu", "host")
-"""Where optimizer states, or weights, of the dense part can be."""
 PROCESS = 1 << 30
 """Host memory reserved for the process itself: the interpreter, libraries, data."""
 _MIN_WAVE_ROWS = 256
@@ -49,22 +48,14 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class BudgetRequest:
-    """The budgets in bytes, and the settings that override them where they are not None."""
+class BudgetRequest(PlanOptions, HostSlots):
+    """The budgets in bytes, and the options that override them where they are not None."""
 
     gpu_memory: int
     host_memory: int
     disk_free: int | None = None  # None: no disk folder was given
-    mode: str = "auto"
-    slots: int | None = None
-    host_slots: int | None = None
-    gpu_experts: int | None = None
-    # whether gradients are kept until `step()`, for clipping or accumulation; None: not known yet
-    keep_gradients: bool | None = None
     # whether experts may move to the GPU until the budget is used, unless something is overridden
     residency: bool = False
-    dense_states: str = "auto"
-    dense_weights: str = "auto"
     can_map: bool = False  # kernels of the device can use pinned host memory
 
 
@@ -140,12 +131,9 @@ def _place_without_dense(model: ModelSizes, request: BudgetRequest, homes: int) 
 
 
 def _check(request: BudgetRequest) -> None:
-    if request.mode not in MODES:
-        raise ConfigError(f"mode={request.mode!r} is not one of {', '.join(MODES)}")
+    check_options(request, PlanOptions)
     given = {"dense_states": request.dense_states, "dense_weights": request.dense_weights}
     for name, where in given.items():
-        if where not in DENSE:
-            raise ConfigError(f"{name}={where!r} is not one of {', '.join(DENSE)}")
         if where == "host" and not request.can_map:
             raise ConfigError(
                 f"{name}='host' is supported on the first GPU only; make this GPU the first one "

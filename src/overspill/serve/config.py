@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share, values_of
 from overspill.models.huggingface.checks import (
     check_checkpoint,
     check_tokenizer,
     is_adapter,
     read_json_config,
 )
+from overspill.moe.settings import RoutingFix
+from overspill.serve.options import LLMOptions
 from overspill.train.run_folder import is_run
-from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
+from overspill.train.settings import Config
 
 if TYPE_CHECKING:
     from overspill.serve.llm import LLM
@@ -20,55 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelSection:
+class ModelSection(RoutingFix, LLMOptions):
     """Model and memory"""
 
-    adapter: str | None = None
-    """LoRA adapter to serve with MODEL: a folder that peft has written, a repository of
-    the hub, or the folder of a run of overspill finetune --lora."""
-    gpu_memory: SizeText | None = None
-    """GPU memory to use, such as 8GiB; default: all that is free."""
-    host_memory: SizeText | None = None
-    """Host memory to use, such as 96GiB; default: 95% of what is free."""
-    disk: str | None = None
-    """Folder on an SSD for experts that do not fit in host memory."""
-    device: str | None = None
-    """cuda or cpu; default: the GPU if there is one."""
     dtype: Literal["bf16", "fp32"] | None = None
-    """Data type of the weights: bf16 or fp32; default: that of the checkpoint."""
-    mode: Literal["auto", "gpu-only", "on-demand", "prefetch-all", "lookahead", "pre-gated"] = (
-        "auto"
-    )
-    """auto: the CPU computes experts that are not on the GPU; gpu-only: all are there; the others
-    copy what is missing: when it is needed, all of the next layer, what its router would choose
-    now, or what pre-gates have chosen."""
-    migrate: Literal["auto", "cpu", "copy"] = "auto"
-    """Treatment of experts that the mode names ahead: cpu: the CPU loads and computes them;
-    copy: they are copied to the GPU; auto: usual for the mode, by the rates of overspill probe."""
-    predictor: Literal["gates", "learned"] | None = None
-    """What names experts of the next layer with --mode lookahead: copies of its gates, the default,
-    or a predictor that learns from prompts and answers."""
-    slots: NotNegativeInt | None = None
-    """GPU slots for copies of experts, 0 for none; overrides --gpu-memory."""
-    cache_policy: Literal["lfu", "lru"] = "lfu"
-    """Which expert leaves a GPU slot: the one that was used least of late (lfu), or not for the
-    longest time (lru)."""
-    packed: bool = False
-    """Keep the experts of a quantized checkpoint packed in memory."""
-    quantize: Literal["mxfp4", "int4", "fp8"] | None = None
-    """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; see also
-    overspill export --quantize."""
-    host_slots: Count | None = None
-    """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
-    context: Count = 4096
-    """Tokens of a prompt with its answer at most."""
-    max_batch: Count = 16
-    """Answers that are computed at once at most."""
-    prefill_chunk: Count | None = None
-    """Tokens of prompts in a batch at most; default: as many as is fast and fits into memory."""
-    fix_nllb_routing: bool = False
-    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
-    first two experts of a layer."""
 
     def check(self, model: str, needs_text: bool) -> Path | None:
         """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
@@ -90,27 +48,9 @@ class ModelSection:
         from overspill.serve.llm import LLM
 
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
-        return LLM(
-            model,
-            self.gpu_memory,
-            self.host_memory,
-            self.disk,
-            self.mode,
-            self.slots,
-            self.host_slots,
-            self.context,
-            self.max_batch,
-            self.device,
-            dtypes[self.dtype],
-            prefill_chunk=self.prefill_chunk,
-            adapter=self.adapter,
-            migrate=self.migrate,
-            cache_policy=self.cache_policy,
-            packed=self.packed,
-            quantize=self.quantize,
-            predictor=self.predictor,
-            settings=Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None,
-        )
+        given = values_of(self, LLMOptions) | {"dtype": dtypes[self.dtype]}
+        settings = Settings(fix_nllb_routing=True) if self.fix_nllb_routing else None
+        return LLM(model, **given, settings=settings)
 
 
 @dataclass(frozen=True)
@@ -196,15 +136,7 @@ class ServeConfig(Config):
     def params(self) -> "SamplingParams":
         from overspill.serve.params import SamplingParams
 
-        section = self.sampling
-        return SamplingParams(
-            section.max_tokens,
-            section.temperature,
-            section.top_p,
-            section.top_k,
-            section.seed,
-            section.stop,
-        )
+        return SamplingParams(**vars(self.sampling))
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,23 @@ from typing import Any, Self
 import torch
 
 from overspill.core.errors import ConfigError, OrderError
+from overspill.core.options import check_options, init_takes, values_of
 from overspill.hardware.machine import available_memory
 from overspill.hardware.native import has_triton
-from overspill.models.budgets import Budgets, Size
+from overspill.models.budgets import Budgets
+from overspill.models.huggingface.recurrent import pin_copies
 from overspill.models.pregate import pregate_level
 from overspill.moe.settings import Settings
-from overspill.plan.eviction import CACHE_POLICIES
+from overspill.plan.limits import MemoryLimits
 from overspill.plan.pieces import PieceSizes
 from overspill.serve import conversation
-from overspill.serve.arguments import check_not_given, check_whole
 from overspill.serve.background import Background, Submission, raise_error
 from overspill.serve.blocks import BlockPool
 from overspill.serve.checkpoints import Checkpoints
-from overspill.serve.decode.modes import check_migrate, check_mode, check_predictor, new_mode
+from overspill.serve.decode.modes import check_decoding, new_mode
 from overspill.serve.grammar import Compilation, Grammars
 from overspill.serve.loop import ServingLoop
+from overspill.serve.options import LLMArguments, LLMOptions
 from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece, Result, SamplingParams
 from overspill.serve.prompts import (
@@ -39,7 +41,7 @@ from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.seq2seq import DecoderPrompts, check_no_decoder
-from overspill.serve.source import CacheRequest, open_source
+from overspill.serve.source import open_source
 from overspill.serve.support import has_states, splits_prompts, why_not_paged
 from overspill.serve.text import Codec, TextStream, check_text
 from overspill.trace.spans import Span
@@ -63,21 +65,9 @@ class LLM:
 
     `model` is the folder of a Hugging Face checkpoint, a GGUF file, a repository of the hub, the
     folder of a run of `overspill train` or `finetune`, or a model from `overspill.load` or
-    `overspill.offload`.
-    `adapter` is a LoRA adapter, in a folder that peft or `overspill finetune --lora` has written;
-    as `model` it is served with the base model that it names. It is added to the weights of dense
-    layers; its part of experts stays beside their weights, in all memory. `context` is the most
-    tokens of a prompt and its answer; `max_batch` the most requests that run at once. `slots` are
-    the GPU slots for copies of experts that are in host memory; without, as many as fit into
-    `gpu_memory`. `mode` says which experts of a later layer are named ahead, and `migrate` what is
-    done with them: the CPU loads and computes them ("cpu"), they are copied to the GPU ("copy"), or
-    what is usual for the mode and faster on this machine ("auto"). `cache_policy` says which expert
-    leaves a GPU slot: the one that was used least of late ("lfu"), or not for the longest time
-    ("lru"). `predictor` says what names experts in mode "lookahead": copies of the "gates" of the
-    next layer (the default), or one that is "learned" from prompts and answers, and saved when the
-    LLM is closed. `prefill_chunk` is the most tokens of prompts that a batch computes; without,
-    batches are as large as is fast and fits into memory. The other arguments are those of
-    `overspill.load`.
+    `overspill.offload`. A folder of a LoRA adapter is served with the base model that it names. An
+    adapter is added to the weights of dense layers; its part of experts stays beside their weights,
+    in all memory.
 
     Prompts of models with an encoder and a decoder (Switch Transformers, NLLB-MoE) are sources for
     the encoder; `SamplingParams` has languages for them, and what the decoder begins with.
@@ -85,60 +75,24 @@ class LLM:
     Several threads may use it at once: their requests are computed together.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        gpu_memory: Size = None,
-        host_memory: Size = None,
-        disk: str | Path | None = None,
-        mode: str = "auto",
-        slots: int | None = None,
-        host_slots: int | None = None,
-        context: int = 4096,
-        max_batch: int = 16,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | str | None = None,
-        prefill_chunk: int | None = None,
-        adapter: str | os.PathLike[str] | None = None,
-        migrate: str = "auto",
-        cache_policy: str = "lfu",
-        settings: Settings | None = None,
-        packed: bool = False,
-        quantize: str | None = None,
-        predictor: str | None = None,
-    ) -> None:
-        check_mode(mode)
-        check_predictor(predictor, mode)
-        if cache_policy not in CACHE_POLICIES:
-            known = ", ".join(map(repr, CACHE_POLICIES))
-            raise ConfigError(f"cache_policy={cache_policy!r} must be one of {known}")
-        if prefill_chunk is not None:
-            check_whole("prefill_chunk", prefill_chunk, 1)
-        check_whole("context", context, 1)
-        check_whole("max_batch", max_batch, 1)
-        if slots is not None:
-            check_whole("slots", slots, 0)
-        streaming = None if slots is None else max(_LEAST_SLOTS, slots)
+    @init_takes(LLMArguments)
+    def __init__(self, model: Any, options: LLMArguments) -> None:
+        """All arguments after `disk` are given by name."""
+        check_options(options, LLMOptions)
+        gpu_only = options.mode == "gpu-only"
         budgets = Budgets(
-            gpu_memory, host_memory, disk, device, "gpu" if mode == "gpu-only" else "auto",
-            streaming, host_slots, settings or Settings(),
-        )  # fmt: skip
-        check_migrate(migrate, mode, budgets.compute_device)
+            **values_of(options, MemoryLimits),
+            host_slots=options.host_slots,
+            mode="gpu" if gpu_only else "auto",
+            slots=None if options.slots is None else max(_LEAST_SLOTS, options.slots),
+            settings=options.settings or Settings(),
+            quiet=True,
+        )
+        check_decoding(options, budgets.compute_device)
         if not isinstance(model, str | os.PathLike):
-            given = {
-                "gpu_memory": gpu_memory, "host_memory": host_memory, "disk": disk,
-                "mode": mode if mode == "gpu-only" else None, "host_slots": host_slots,
-                "device": device, "dtype": dtype, "settings": settings,
-                "packed": packed or None, "quantize": quantize,
-            }  # fmt: skip
-            check_not_given(given)
-            if adapter is not None:
-                raise ConfigError(
-                    f"adapter={os.fspath(adapter)!r} needs a path as model; for a model that is "
-                    "loaded already, load what overspill.merge makes of both"
-                )
-        asked = CacheRequest(context, max_batch, _BLOCK)
-        self._source = source = open_source(model, budgets, asked, dtype, adapter, packed, quantize)
+            _check_loaded(options)
+        self._options = options
+        self._source = source = open_source(model, budgets, options, _BLOCK)
         self._closed = False
         self.model = source.model
         """The model itself, as a module of PyTorch."""
@@ -147,9 +101,8 @@ class LLM:
         self.device: torch.device = source.model.overspill.device
         self.context = source.context
         try:
-            check_migrate(migrate, mode, self.device)  # a given model may be on another one
-            decoding = slots, mode, migrate, cache_policy
-            self._loop = self._new_loop(max_batch, *decoding, prefill_chunk, predictor)
+            check_decoding(options, self.device)  # a given model may be on another one
+            self._loop = self._new_loop()
         except BaseException:  # the mode may not be for this model
             if source.owned:
                 source.model.overspill.close()
@@ -161,18 +114,10 @@ class LLM:
         self._grammars = Grammars(source.codec, source.ends, self._vocabulary())
         self._background = Background(self._loop)
 
-    def _new_loop(
-        self,
-        max_batch: int,
-        slots: int | None,
-        mode: str,
-        migrate: str,
-        cache_policy: str,
-        prefill_chunk: int | None,
-        predictor: str | None,
-    ) -> ServingLoop:
-        source = self._source
-        new_mode(mode, pregate_level(source.model))  # it may refuse the model
+    def _new_loop(self) -> ServingLoop:
+        source, options = self._source, self._options
+        max_batch = options.max_batch
+        new_mode(options, pregate_level(source.model))  # it may refuse the model
         on_gpu = self.device.type == "cuda"
         reason = why_not_paged(source.model)
         paged = reason is None
@@ -183,8 +128,9 @@ class LLM:
             dense_there = not source.model.overspill.placement.dense_weights
             fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
-            decoding = slots, mode, migrate, cache_policy, checkpoints
-            runner = PagedRunner(source.model, self.device, *limits, *decoding, predictor=predictor)
+            runner = PagedRunner(source.model, self.device, *limits, options, checkpoints)
+            if fused and checkpoints is not None:
+                pin_copies(source.model, checkpoints.limit)
         else:
             name = type(source.model).__name__
             _log.warning("%s computes one request after another: %s", name, reason)
@@ -192,7 +138,7 @@ class LLM:
         # what a decoder computes depends on the source too; states are found in checkpoints
         share = paged and not source.has_encoder and (not stateful or checkpoints is not None)
         pool = BlockPool(source.n_blocks, _BLOCK, share, checkpoints)
-        chunk = prefill_chunk if split else source.context
+        chunk = options.prefill_chunk if split else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
         scheduler = Scheduler(pool, max_batch, pieces.size(0), split, stateful)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
@@ -426,3 +372,23 @@ class LLM:
 
     def _vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+
+def _check_loaded(options: LLMArguments) -> None:
+    """Refuses arguments that a model which is loaded already was loaded with."""
+    given = values_of(options, MemoryLimits) | {
+        "host_slots": options.host_slots,
+        "mode": options.mode if options.mode == "gpu-only" else None, "dtype": options.dtype,
+        "settings": options.settings, "packed": options.packed or None,
+        "quantize": options.quantize,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name}={value!r} is for a model that is loaded here; give it to overspill.load"
+            )
+    if options.adapter is not None:
+        raise ConfigError(
+            f"adapter={os.fspath(options.adapter)!r} needs a path as model; for a model that is "
+            "loaded already, load what overspill.merge makes of both"
+        )

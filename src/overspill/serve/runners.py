@@ -21,6 +21,7 @@ from overspill.models.huggingface.sparse import SparseAttention
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.serve.checkpoints import Checkpoints
+from overspill.serve.options import DecodingOptions
 from overspill.serve.paged import Layout, PagedCache, SourceSpan, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen, Draw
@@ -108,17 +109,11 @@ class PagedRunner(Runner):
         context: int,
         max_batch: int,
         fused: bool,
-        slots: int | None = None,
-        mode: str = "auto",
-        migrate: str = "auto",
-        cache_policy: str = "lfu",
+        decoding: DecodingOptions | None = None,
         checkpoints: Checkpoints | None = None,
-        predictor: str | None = None,
     ) -> None:
-        """`fused`: one new token of each request is computed by kernels for that. `slots` experts
-        of host memory get a copy on the device for it (None: as many as fit), and leave by
-        `cache_policy` of plan/eviction. `mode`, `migrate` and `predictor` are those of
-        decode/modes. With `checkpoints`, passes copy states for them."""
+        """`fused`: one new token of each request is computed by kernels for that, as `decoding`
+        says. With `checkpoints`, passes copy states for them."""
         self._model = model
         self._device = device
         self._engine: Engine = model.overspill
@@ -146,9 +141,9 @@ class PagedRunner(Runner):
         if fused:
             from overspill.serve.decode import decode
 
-            limits = context, max_batch, slots, mode, migrate, cache_policy
-            others = self._seq2seq, self._states, predictor
-            self._decode = decode.Decode(model, self._cache, *limits, *others)
+            limits, options = (context, max_batch), decoding or DecodingOptions()
+            others = self._seq2seq, self._states
+            self._decode = decode.Decode(model, self._cache, *limits, options, *others)
         self._version = WeightsVersion(model)
         self._addresses = self._version.addresses()  # that captured steps read
         self._engine.servers.add(self)  # last: a failure leaves the model to others

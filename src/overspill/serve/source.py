@@ -26,6 +26,7 @@ from overspill.models.huggingface.seq2seq import (
 from overspill.models.huggingface.skeleton import meta_model, model_class
 from overspill.models.huggingface.sparse import index_width
 from overspill.models.huggingface.tokenizer import open_tokenizer
+from overspill.serve.options import LLMOptions
 from overspill.serve.support import has_states
 from overspill.serve.text import Codec, TransformersCodec
 from overspill.train.run_folder import is_run
@@ -89,15 +90,9 @@ class Source:
         return not isinstance(self.model, GPTMoE) and is_encoder_decoder(self.model.config)
 
 
-def open_source(
-    model: Any,
-    budgets: Budgets,
-    asked: CacheRequest,
-    dtype: torch.dtype | str | None,
-    adapter: str | os.PathLike[str] | None = None,
-    packed: bool = False,
-    quantize: str | None = None,
-) -> Source:
+def open_source(model: Any, budgets: Budgets, options: LLMOptions, block_size: int) -> Source:
+    asked = CacheRequest(options.context, options.max_batch, block_size)
+    adapter, dtype = options.adapter, options.dtype
     if not isinstance(model, str | os.PathLike):
         return _given(model, asked)
     path = find_model(Path(model).expanduser())
@@ -107,7 +102,7 @@ def open_source(
                 f"adapter={os.fspath(adapter)!r} is for checkpoints of Hugging Face, {path} is a "
                 "run of overspill train; overspill export makes a checkpoint of it"
             )
-        if packed:
+        if options.packed:
             raise ConfigError(
                 f"packed=True (--packed) is for quantized checkpoints, {path} is a run of "
                 "overspill train; leave it out"
@@ -121,7 +116,7 @@ def open_source(
         asked = _within(asked, trained.shape.max_seq)
         token_bytes = 2 * trained.shape.n_layers * trained.shape.d_model * trained.dtype.itemsize
         budgets, n_blocks = _reserve(budgets, asked, token_bytes)
-        run_model = load_trained(trained, budgets, quantize)
+        run_model = load_trained(trained, budgets, options.quantize)
         _use_all(run_model, budgets, asked.bytes(n_blocks, token_bytes))
         ends = trained.codec.ends
         return Source(run_model, trained.codec, ends, asked.context, n_blocks, owned=True)
@@ -145,18 +140,9 @@ def open_source(
     # first: an error leaves no model behind
     codec = (None if lora is None else find_codec(lora)) or find_codec(folder)
     loaded = load_within(
-        folder,
-        budgets,
-        dtype,
-        False,
-        True,
-        True,
-        {},
-        adapter=lora,
-        packed=packed,
-        quantize=quantize,
-        merged=False,
-    )
+        folder, budgets, dtype, train=False, adapter=lora, packed=options.packed,
+        quantize=options.quantize, merged=False,
+    )  # fmt: skip
     _use_all(loaded, budgets, asked.bytes(n_blocks, token_bytes))
     ends = _ends(loaded, codec)
     return Source(loaded, codec, ends, asked.context, n_blocks, owned=True, adapter=lora)

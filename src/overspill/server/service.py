@@ -44,7 +44,7 @@ class Service:
         if config.decoder.given:
             llm.check_params(SamplingParams(**config.decoder.given))
         self.keys = config.read_keys() if keys is None else keys
-        given = config.model.adapter or model
+        given = str(config.model.adapter or model)
         own = default_name(given)
         self.adapter = None if llm.adapter is None else own
         """The name of the LoRA adapter in the weights."""

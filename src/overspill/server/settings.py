@@ -7,9 +7,10 @@ from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import Count, NotNegativeInt, Rule, Size
 from overspill.core.sizes import parse_size
 from overspill.serve.config import DecoderSection, ModelSection
-from overspill.train.settings import Config, Count, NotNegativeInt, Rule, SizeText
+from overspill.train.settings import Config
 
 KEY_VARIABLE = "OVERSPILL_API_KEY"
 
@@ -52,7 +53,7 @@ class LimitSection:
 
     max_queue: NotNegativeInt = 64
     """Answers that may wait for others to finish; more get status 429."""
-    max_body: SizeText = "4MiB"
+    max_body: Size = "4MiB"
     """Largest body of a request; larger ones get status 413."""
     body_timeout: Seconds = 30.0
     """Seconds in which the body of a request must arrive."""

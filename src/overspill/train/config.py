@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
 from overspill.train.sections import (
     BatchSection,
     MemorySection,
@@ -10,7 +11,6 @@ from overspill.train.sections import (
     RunConfig,
     RunSection,
 )
-from overspill.train.settings import Count, NotNegative, NotNegativeInt, Share
 
 __all__ = ["MemorySection", "TrainConfig"]
 

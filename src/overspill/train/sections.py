@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from overspill.core.errors import ConfigError
-from overspill.train.settings import Config, Count, NotNegative, NotNegativeInt, Share, SizeText
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
+from overspill.moe.settings import Switches
+from overspill.plan.limits import HostSlots, MemoryLimits, PlacementOptions
+from overspill.train.settings import Config
 
 
 @dataclass(frozen=True)
@@ -46,17 +49,9 @@ class OptimSection:
 
 
 @dataclass(frozen=True)
-class MemorySection:
+class MemorySection(Switches, PlacementOptions, HostSlots, MemoryLimits):
     """Memory and offload"""
 
-    gpu_memory: SizeText | None = None
-    """GPU memory the run may use, such as 12GiB; default: all that is free."""
-    host_memory: SizeText | None = None
-    """Host memory the run may use, such as 96GiB; default: 95% of what is free."""
-    disk: str | None = None
-    """Folder on an SSD for experts that do not fit in host memory."""
-    device: str | None = None
-    """cuda or cpu; default: the GPU if there is one."""
     gpus: Count | None = None
     """GPUs to train on, with one process for each, which divide the experts and the batch; with
     --device cpu, processes. Budgets for host memory and disk are those of all together."""
@@ -68,42 +63,8 @@ class MemorySection:
     default: as many as possible."""
     shard_dense: bool = False
     """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
-    placement: Literal["auto", "static", "dynamic"] = "auto"
-    """Which rank computes an expert: its owner (static), or any, by the routing of each batch
-    (dynamic), which needs all experts in host memory; auto: static if experts may live on GPUs, as
-    they may by default; with --mode host, dynamic for batches in which measured costs say that it
-    is faster."""
     dtype: Literal["bf16", "fp32"] | None = None
     """Data type of the weights: bf16 or fp32; default: bf16 on a GPU, fp32 on a CPU."""
-    mode: Literal["auto", "gpu", "host", "disk"] = "auto"
-    """Where experts are kept: auto (from the budgets), gpu, host or disk."""
-    slots: Count | None = None
-    """Number of experts that fit on the compute device; overrides --gpu-memory."""
-    host_slots: Count | None = None
-    """Number of experts kept in host memory in front of the disk; overrides --host-memory."""
-    residency: bool = True
-    """Let as many experts live on the GPU as its memory allows."""
-    follow_usage: bool = False
-    """While experts are frozen, let those with the most tokens in the last step live on the GPU."""
-    overlap_updates: bool = True
-    """Update experts during backward and the next forward."""
-    overlap_uploads: bool = True
-    """Upload experts before they are needed."""
-    waves: bool = True
-    """Compute experts that are on the GPU at the same time together; else one by one."""
-    activations: Literal["recompute", "keep"] = "recompute"
-    """Activations inside experts: recompute them in backward, or keep them."""
-    cpu_experts: bool = False
-    """Compute frozen experts with few tokens on the CPU, in host memory, if by measured costs that
-    is faster than uploading them to a GPU."""
-    cpu_training: bool = False
-    """With --cpu-experts: also experts that are trained, with the gradients of their weights."""
-    popularity: Literal["history", "learned"] = "history"
-    """How the token rows of experts of later layers are expected, for uploads ahead and for
-    --cpu-experts: as in the last batches, or by a predictor that learns, where it is closer."""
-    threads: Count | None = None
-    """Threads of the CPU optimizer and of experts on the CPU; default: all cores but four, at least
-    three quarters of them."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +79,9 @@ class RunSection:
     """Folder of the run."""
     resume: bool = False
     """Continue from the newest checkpoint in --out."""
+    max_restarts: NotNegativeInt = 0
+    """With --gpus and --out: how often all ranks start again from the newest checkpoint after one
+    has failed."""
     eval_every: NotNegativeInt = 100
     """Steps between evaluations."""
     save_every: NotNegativeInt = 100

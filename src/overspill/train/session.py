@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import values_of
 from overspill.models.budgets import Budgets
 from overspill.moe.engine import Engine
-from overspill.moe.settings import Settings
+from overspill.moe.settings import Settings, Switches
 from overspill.optim.adamw import AdamW
+from overspill.plan.limits import MemoryLimits, PlacementOptions
 from overspill.train import checkpoint
 from overspill.train.checkpoint import Fact, TrainState
 from overspill.train.progress import Display
@@ -25,11 +27,6 @@ from overspill.train.sections import RunConfig
 from overspill.train.team import Team
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_SWITCHES = (
-    "residency", "follow_usage", "overlap_updates", "overlap_uploads", "waves", "activations",
-    "cpu_experts", "cpu_training", "popularity", "threads", "placement",
-)  # fmt: skip
-"""Settings of the engine that are also flags, with the same name."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +77,18 @@ class RunSpec(abc.ABC):
         memory, optim = self.config.memory, self.config.optim
         waits = optim.clip > 0 or self.config.accumulates or not memory.overlap_updates
         waits = waits or self.team.has_nodes
-        switches = {name: getattr(memory, name) for name in _SWITCHES}
+        given = {kind: values_of(memory, kind) for kind in (MemoryLimits, PlacementOptions)}
         return Budgets(
-            memory.gpu_memory,
-            memory.host_memory,
-            memory.disk,
-            self.device,
-            memory.mode,
-            self.slots,
-            memory.host_slots,
-            Settings(**switches, shared_balance=True),
-            DTYPES[optim.state_dtype],
+            **given[MemoryLimits] | {"device": self.device},
+            **given[PlacementOptions] | {"slots": self.slots},
+            host_slots=memory.host_slots,
+            settings=Settings(**values_of(memory, Switches), shared_balance=True),
+            state_dtype=DTYPES[optim.state_dtype],
             keep_gradients=self.config.trains_experts and waits,
             mesh=self.team.mesh,
             shard_dense=memory.shard_dense,
             stages=self.config.stages,
+            quiet=True,
         )
 
     def with_activations(self, budgets: Budgets, hidden_size: int, n_blocks: int) -> Budgets:

@@ -1,69 +1,39 @@
 """Settings: a tree of dataclasses that flags and files fill.
 
-A config is a frozen dataclass of sections, a section one of fields. The string below a field is its
-help text; its type says which values are valid (`Count`, `Share`, a `Literal`). Field names are
-unique in the whole tree: each is also a flag (`--seq-len`), and a file may write it in a table of
-its section or at the top level.
+A config is a frozen dataclass of sections, a section one of options (`core.options`). Their names
+are unique in the whole tree: each is also a flag (`--seq-len`), and a file may write it in a table
+of its section or at the top level.
 """
 
-import ast
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
 import math
-import textwrap
 import tomllib
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from overspill.core.errors import ConfigError
 from overspill.core.json_text import parse_json
+from overspill.core.options import SIZE, Option, Rule, field_docs, options_of
 from overspill.core.sizes import parse_size
 
 _REMOVED = frozenset({"lookahead", "pin", "resident_share"})
 """Settings in config files of earlier versions that no longer exist."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Which numbers are valid, and the words for it."""
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-_NOT_NEGATIVE = Rule("0 or more", lambda value: value >= 0)
-_SIZE = "size"
-Count = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
-NotNegativeInt = Annotated[int, _NOT_NEGATIVE]
-NotNegative = Annotated[float, _NOT_NEGATIVE]
-Share = Annotated[float, Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
-SizeText = Annotated[str, _SIZE]
-"""Bytes, such as 12GiB."""
-
-
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Setting(Option):
     """One field of the tree, as a flag needs it."""
 
-    name: str
+    help: str
     section: str
     title: str
     """The docstring of the section: the heading of its flags."""
-    kind: type[Any]
-    """bool, int, float, str, or tuple for several strings."""
-    optional: bool
-    default: Any
-    help: str
-    check: Rule | str | None = None
-    """A rule for numbers, or `_SIZE`."""
-    choices: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -75,7 +45,7 @@ class Setting:
             return None
         if self.kind is float and type(value) is int:
             return float(value)
-        if self.check == _SIZE and type(value) is int:
+        if self.check == SIZE and type(value) is int:
             return str(value)
         if self.kind is tuple and isinstance(value, list | tuple):
             if all(isinstance(item, str) for item in value):
@@ -95,7 +65,7 @@ class Setting:
             raise ConfigError(f"{self.flag} {value} must be {self.check.words}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} {value} is unknown; give {' or '.join(self.choices)}")
-        if self.check == _SIZE:
+        if self.check == SIZE:
             parse_size(value, self.flag)
 
 
@@ -185,40 +155,10 @@ class Config:
 def _settings_of(config: type[Any]) -> tuple[Setting, ...]:
     found = []
     for section in dataclasses.fields(config):
-        section_type = typing.get_type_hints(config)[section.name]
-        hints = typing.get_type_hints(section_type, include_extras=True)
-        title, helps = (section_type.__doc__ or "").strip(), _field_docs(section_type)
-        for item in dataclasses.fields(section_type):
-            kind, optional, check, choices = _read_type(hints[item.name])
-            found.append(
-                Setting(item.name, section.name, title, kind, optional, item.default,
-                        helps[item.name], check, choices)
-            )  # fmt: skip
+        kind = typing.get_type_hints(config)[section.name]
+        title, helps = (kind.__doc__ or "").strip(), field_docs(kind)
+        found += [
+            Setting(**vars(option), help=helps[option.name], section=section.name, title=title)
+            for option in options_of(kind)
+        ]
     return tuple(found)
-
-
-def _read_type(hint: Any) -> tuple[type[Any], bool, Rule | str | None, tuple[str, ...]]:
-    """The plain type of a field, whether it may be None, its check and its choices."""
-    optional = typing.get_origin(hint) in (types.UnionType, typing.Union)
-    if optional:
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) is Annotated:
-        kind, check = typing.get_args(hint)
-        return kind, optional, check, ()
-    if typing.get_origin(hint) is Literal:
-        return str, optional, None, typing.get_args(hint)
-    return typing.get_origin(hint) or hint, optional, None, ()
-
-
-def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """The string below each field of a dataclass, which Python itself discards. A field that a
-    subclass repeats without a string keeps the one of the base class."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for item, after in zip(body.body, body.body[1:], strict=False):
-            match item, after:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    docs[name] = " ".join(text.split())
-    return docs

@@ -51,7 +51,7 @@ class TrainSpec(RunSpec):
             device=self.device,
             dtype=self.dtype,
         )
-        return offload_within(model, self.budgets, quiet=True)
+        return offload_within(model, self.budgets)
 
 
 def shape_of(facts: Mapping[str, Fact], max_seq: int) -> GPTConfig:

@@ -154,14 +154,14 @@ def load_trained(trained: Trained, budgets: Budgets, quantize: str | None = None
     model.requires_grad_(False).eval()
     path = trained.path / "model.safetensors"
     if quantize is None:
-        offload_within(model, budgets, quiet=True)
+        offload_within(model, budgets)
         read_model(path, model, model.overspill)
         return model
     with StreamReader(path) as reader:
         modules = model.named_modules()
         layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, MoE)}
         source = _QuantizedRun(reader, trained, [*layers], quantize)
-        move_experts(model, [*layers.values()], budgets, quiet=True, source=source)
+        move_experts(model, [*layers.values()], budgets, source=source)
         read_dense(path, model, model.overspill)
     return model
 

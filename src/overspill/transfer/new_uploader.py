@@ -13,7 +13,6 @@ from overspill.transfer.thread_uploader import ThreadUploader
 from overspill.transfer.upload_thread import HostCalls, UploadCalls, upload_library
 from overspill.transfer.uploader import Uploader
 
-UPLOADERS = ("auto", "thread", "native")
 _log = logging.getLogger("overspill")
 
 

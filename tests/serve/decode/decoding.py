@@ -15,6 +15,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.serve.blocks import BlockPool
 from overspill.serve.loop import ServingLoop
+from overspill.serve.options import DecodingOptions
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler, Work
@@ -49,15 +50,12 @@ class Decoding:
         prompts: Sequence[list[int]] = PROMPTS[:3],
         slots: int = 0,
         mode: str = "auto",
-        migrate: str = "auto",
-        cache_policy: str = "lfu",
-        predictor: str | None = None,
+        **options: Any,
     ) -> None:
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
-        self.runner = PagedRunner(
-            model, CPU, *limits, True, slots, mode, migrate, cache_policy, predictor=predictor
-        )
+        decoding = DecodingOptions(slots=slots, mode=mode, **options)
+        self.runner = PagedRunner(model, CPU, *limits, True, decoding)
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

@@ -34,9 +34,9 @@ def beside(made: Adapted, folder: Path, mode: str = "host", **given: Any) -> Ite
     budgets: dict[str, Any] = {"mode": mode, "slots": 3, "device": "cpu"}
     if mode == "disk":
         budgets |= {"host_slots": 6, "disk": folder}
-    asked: Any = (torch.float32, False, False, True, {})
+    asked: Any = (torch.float32, False)
     options = {"adapter": made.folder, "merged": False, **given}
-    model = load_within(made.base, Budgets(**budgets), *asked, **options)
+    model = load_within(made.base, Budgets(**budgets, quiet=True), *asked, **options)
     try:
         assert all(model.overspill.layout.ranks)
         yield model

@@ -68,7 +68,7 @@ def served(
 ) -> Iterator[Decoding]:
     with offloaded(plain, "host", folder) as model:
         given = {"predictor": "learned", **given}
-        made = Decoding(plain, model, prompts, 0, "lookahead", migrate, **given)
+        made = Decoding(plain, model, prompts, 0, "lookahead", migrate=migrate, **given)
         try:
             yield made
         finally:

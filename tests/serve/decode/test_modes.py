@@ -18,11 +18,13 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.plan.eviction import LFU, LRU, Policy
 from overspill.serve.decode import decode, host_experts, migration
-from overspill.serve.decode.modes import check_migrate, new_mode
+from overspill.serve.decode.modes import check_decoding, new_mode
 from overspill.serve.decode.rates import ReadRates
+from overspill.serve.options import DecodingOptions
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.decode.decoding import INTERPRETED, Decoding, gpt, small
 from tests.serve.models import PROMPTS, plain_gpt, plain_model
+from tests.slow import slow_names
 
 pytestmark = INTERPRETED
 DEEP = GPTConfig(
@@ -48,7 +50,8 @@ def served(
     cache_policy: str = "lfu",
 ) -> Iterator[Decoding]:
     with offloaded(plain, "host", folder) as model:
-        made = Decoding(plain, model, prompts, slots, mode, migrate, cache_policy)
+        options = {"migrate": migrate, "cache_policy": cache_policy}
+        made = Decoding(plain, model, prompts, slots, mode, **options)
         try:
             yield made
         finally:
@@ -220,7 +223,9 @@ def test_several_requests_of_a_model_with_pre_gates(
     assert steps == [4]
 
 
-@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", slow_names(["mixtral", "gpt_oss", "qwen3_next"], "gpt_oss", "qwen3_next")
+)
 def test_pre_gates_of_transformers(name: str, tmp_path: Path, steps: list[int]) -> None:
     plain = overspill.pregate(copy.deepcopy(plain_model(name)[0]))
     with served(plain, "pre-gated", tmp_path, PROMPTS[:2], migrate="copy") as made:
@@ -288,24 +293,20 @@ def test_memory_for_experts_of_later_layers_is_counted_and_given_back(
 
 def test_a_mode_needs_what_it_uses() -> None:
     with pytest.raises(ConfigError, match="needs a model with pre-gates"):
-        new_mode("pre-gated", 0)
-    with pytest.raises(ConfigError, match="must be one of 'auto', 'gpu-only'"):
-        new_mode("fast", 1)
+        new_mode(DecodingOptions(mode="pre-gated"), 0)
 
 
 def test_migrate_is_refused_where_it_contradicts_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match="must be one of 'auto', 'cpu', 'copy'"):
-        check_migrate("move", "auto", gpu)
     for migrate in ("cpu", "copy"):
         with pytest.raises(ConfigError, match="'gpu-only' has none there"):
-            check_migrate(migrate, "gpu-only", gpu)
-        check_migrate(migrate, "on-demand", gpu)
+            check_decoding(DecodingOptions(mode="gpu-only", migrate=migrate), gpu)
+        check_decoding(DecodingOptions(mode="on-demand", migrate=migrate), gpu)
     with pytest.raises(ConfigError, match="and this model is computed on cpu"):
-        check_migrate("copy", "auto", cpu)
-    check_migrate("cpu", "auto", cpu)
+        check_decoding(DecodingOptions(migrate="copy"), cpu)
+    check_decoding(DecodingOptions(migrate="cpu"), cpu)
     monkeypatch.setattr(decode, "why_unsupported", lambda *_, **__: "no C++ compiler")
     with (
         pytest.raises(ConfigError, match="use migrate='copy', or leave it out"),

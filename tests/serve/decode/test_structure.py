@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.models.gpt import GPTMoE
+from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner
 from overspill.simulate import routed_by
 from tests.models.huggingface.families import Family, make_model, tiny
@@ -107,7 +108,7 @@ def test_routing_that_is_replaced_is_followed(tmp_path: Path, steps: list[int]) 
     with offloaded(plain_gpt(), "host", tmp_path) as model, routed_by(model, InTurn()):
         model.overspill.set_homes([2, 0, 5])
         for fused in (True, False):
-            runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused, 3)
+            runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused, DecodingOptions(slots=3))
             requests = [make_request(prompt, 3) for prompt in prompts]
             serve(runner, requests).close()
             found.append([request.new_tokens for request in requests])

@@ -29,7 +29,7 @@ PACKED_REGISTERS = 80
 """Most of a thread: all programs of a token then run at once on a GPU with 132 multiprocessors."""
 GROUP_TILE = Tile(64, 64, 4)
 """Fastest on an H200."""
-PACKED_GROUP_TILE, PACKED_WIDE_TILE = Tile(64, 32, 4), Tile(32, 16, 4)
+PACKED_GROUP_TILE, PACKED_WIDE_TILE = Tile(64, 16, 4), Tile(32, 8, 4)
 """Rows and int32 of packed experts, in bf16 and in float32."""
 WIDE = 2048
 """Hidden width from which a program reads so much of an expert at once."""

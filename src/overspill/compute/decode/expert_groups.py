@@ -15,9 +15,10 @@ from torch import Tensor
 
 from overspill.compute.codes_triton import (
     Planes,
-    code_of_word,
     exact_scales,
-    value_factor,
+    lacking_factor,
+    weight_of_word,
+    words_of_units,
     zeros_of_words,
 )
 from overspill.compute.decode import constants
@@ -30,7 +31,7 @@ from overspill.compute.decode.low_rank import (
     add_expanded,
     shrink,
 )
-from overspill.compute.decode.packing import PackedRecords, at_record, by_places
+from overspill.compute.decode.packing import PackedRecords, at_record
 from overspill.compute.grouped_triton import WIDEN
 
 _TOKENS = 16
@@ -68,9 +69,8 @@ def experts_of_several(
         x_BD, base, *w_in, biases, offsets_BK, groups, hidden, *low_in[:2], *sizes, *kind, packing,
         low_in.factors, *tiles, num_warps=tile.warps, **early(device),
     )  # fmt: skip
-    matrix = None if packing is None else packing.out
     none = request_arguments(None, offsets_BK)
-    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none, matrix)
+    low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none)
     parts = torch.empty(pairs, width, dtype=torch.float32, device=device)
     _group_out_kernel[(triton.cdiv(width, tile.rows), pairs)](
         hidden, base, *w_out, biases, offsets_BK, groups, parts, *low_out[:2], *sizes, *kind[2:],
@@ -139,9 +139,9 @@ def _group_in_kernel(
         UP: tl.constexpr = PACKING.up_matrix
         own = rows * PACKING.gate_step
         g, u = _packed_products(
-            tokens, 1, 32 // GATE.bits, member, at_record(codes, offset),
-            at_record(scales, offset), at_record(zeros, offset), at_record(factors, offset), own,
-            own + PACKING.up, there, g, u, GATE, UP, GATED, BLOCK, WIDEN,
+            tokens, member, at_record(codes, offset), at_record(scales, offset),
+            at_record(zeros, offset), at_record(factors, offset), own, own + PACKING.up, there, g,
+            u, GATE, UP, GATED, ROWS, BLOCK, WIDEN,
         )  # fmt: skip
         own_bias = at_record(biases, offset) + PACKING.b_in
     else:
@@ -179,13 +179,8 @@ def _group_in_kernel(
         if GATED:
             u += tl.load(own_bias + up, mask=there, other=0.0).to(tl.float32)[:, None]
     result = activate(g, u, out.dtype.element_ty, FUNCTION, GATED)
-    at = rows
-    if PACKING is not None:
-        OUT: tl.constexpr = PACKING.out
-        at = by_places(rows, OUT)
-    tl.store(
-        out + to[None, :] * hidden + at[:, None], result, mask=member[None, :] & there[:, None]
-    )
+    at = to[None, :] * hidden + rows[:, None]
+    tl.store(out + at, result, mask=member[None, :] & there[:, None])
 
 
 @triton.jit
@@ -212,9 +207,9 @@ def _group_out_kernel(
     if PACKING is not None:
         OUT: tl.constexpr = PACKING.out
         total, _ = _packed_products(
-            tokens, OUT.columns * OUT.bits // 32, 1, member, at_record(codes, offset),
-            at_record(scales, offset), at_record(zeros, offset), at_record(factors, offset), rows,
-            rows, there, total, total, OUT, OUT, False, BLOCK, WIDEN,
+            tokens, member, at_record(codes, offset), at_record(scales, offset),
+            at_record(zeros, offset), at_record(factors, offset), rows, rows, there, total, total,
+            OUT, OUT, False, ROWS, BLOCK, WIDEN,
         )  # fmt: skip
         own_bias = at_record(biases, offset) + PACKING.b_out
     else:
@@ -245,42 +240,70 @@ def _group_out_kernel(
 
 @triton.jit
 def _packed_products(
-    tokens, OF_PLACE: tl.constexpr, OF_WORD: tl.constexpr, member, codes, scales, zeros, factors,
-    gate, up, there, g, u, GATE: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    tokens, member, codes, scales, zeros, factors, gate, up, there, g, u, GATE: tl.constexpr,
+    UP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of rows of packed matrices with several tokens, whose inputs lie `OF_PLACE`
-    and `OF_WORD` elements apart. Weights are rounded to the type of the inputs as unpacked ones."""
+    """Products of rows of packed matrices with several tokens. Weights are rounded to the type of
+    the inputs as unpacked ones."""
     each: tl.constexpr = 32 // GATE.bits
     words: tl.constexpr = GATE.columns // each
     KIND: tl.constexpr = tl.float32 if WIDEN else tokens.dtype.element_ty
     for start in range(0, words, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < words
-        mask = there[:, None] & inside[None, :]
-        group = (at * each // GATE.group)[None, :]
-        from_g = codes + GATE.codes // 4 + gate[:, None] * words + at[None, :]
-        w = tl.load(from_g, mask=mask, other=0)
-        z = zeros_of_words(zeros, gate[:, None], group, mask, GATE)
-        scale = exact_scales(scales, factors, gate[:, None], group, mask, GATE)
+        columns = start * each + tl.arange(0, BLOCK * each)
+        value = tl.load(
+            tokens[None, :] + columns[:, None],
+            mask=member[None, :] & (columns < GATE.columns)[:, None],
+            other=0.0,
+        ).to(KIND)
+        weight = _weights(
+            codes, scales, zeros, factors, gate, there, start, GATE, ROWS, BLOCK * each, KIND
+        )
+        g = tl.dot(weight, value, g, input_precision="ieee")
         if GATED:
-            from_u = codes + UP.codes // 4 + up[:, None] * words + at[None, :]
-            w2 = tl.load(from_u, mask=mask, other=0)
-            z2 = zeros_of_words(zeros, up[:, None], group, mask, UP)
-            scale2 = exact_scales(scales, factors, up[:, None], group, mask, UP)
-        for place in tl.static_range(each):
-            value = tl.load(
-                tokens[None, :] + (place * OF_PLACE + at * OF_WORD)[:, None],
-                mask=member[None, :] & inside[:, None],
-                other=0.0,
+            weight = _weights(
+                codes, scales, zeros, factors, up, there, start, UP, ROWS, BLOCK * each, KIND
             )
-            value = value.to(KIND)
-            weight = code_of_word(w, z, place, GATE) * value_factor(place, GATE) * scale
-            g = tl.dot(weight.to(KIND), value, g, input_precision="ieee")
-            if GATED:
-                weight = code_of_word(w2, z2, place, UP) * value_factor(place, UP) * scale2
-                u = tl.dot(weight.to(KIND), value, u, input_precision="ieee")
-    return g, u
+            u = tl.dot(weight, value, u, input_precision="ieee")
+    return g * lacking_factor(GATE), u * lacking_factor(UP)
+
+
+@triton.jit
+def _weights(
+    codes, scales, zeros, factors, rows, there, start, MATRIX: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The weights of some rows, and of int32 from `start` on, in the order of columns and without
+    `lacking_factor`."""
+    each: tl.constexpr = 32 // MATRIX.bits
+    count: tl.constexpr = MATRIX.columns // each
+    UNITS: tl.constexpr = COLUMNS // each // MATRIX.unit
+    unit = start // MATRIX.unit + tl.arange(0, UNITS)
+    word = words_of_units(unit, MATRIX)
+    at = MATRIX.codes // 4 + rows[:, None, None] * count + word
+    w = tl.load(codes + at, mask=there[:, None, None] & (word < count), other=0)
+    mask = there[:, None] & (unit * MATRIX.unit < count)[None, :]
+    group = (unit * (MATRIX.unit * each) // MATRIX.group)[None, :]
+    z = zeros_of_words(zeros, rows[:, None], group, mask, MATRIX)
+    if MATRIX.zeros >= 0:
+        z = z[:, :, None]
+    s = exact_scales(scales, factors, rows[:, None], group, mask, MATRIX)[:, :, None]
+    HALF: tl.constexpr = each // 2
+    even = tl.join(
+        weight_of_word(w, z, s, 0, MATRIX, KIND), weight_of_word(w, z, s, HALF, MATRIX, KIND)
+    )
+    odd = tl.join(
+        weight_of_word(w, z, s, 1, MATRIX, KIND), weight_of_word(w, z, s, HALF + 1, MATRIX, KIND)
+    )
+    if each == 8:
+        two = tl.join(
+            weight_of_word(w, z, s, 2, MATRIX, KIND), weight_of_word(w, z, s, 6, MATRIX, KIND)
+        )
+        three = tl.join(
+            weight_of_word(w, z, s, 3, MATRIX, KIND), weight_of_word(w, z, s, 7, MATRIX, KIND)
+        )
+        even, odd = tl.join(even, two), tl.join(odd, three)
+    return tl.reshape(tl.join(even, odd), (ROWS, COLUMNS))
 
 
 @triton.jit

@@ -3,15 +3,17 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
-from overspill.models.budgets import Budgets, Size
+from overspill.core.options import Size
+from overspill.models.budgets import Budgets, OffloadOptions
 from overspill.models.checkpoint_presets import preset_config
 from overspill.models.fill import ExpertSource
 from overspill.models.huggingface.adapt import adapt
@@ -29,43 +31,23 @@ from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
 from overspill.models.offload import move_experts
 from overspill.moe.init import expert_generator
-from overspill.moe.settings import Settings
 from overspill.tiers.layout import NO_LOW_RANKS
-from overspill.tiers.slab import Progress
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def load(
     path_or_repo: str | os.PathLike[str],
-    gpu_memory: Size = None,
-    host_memory: Size = None,
+    gpu_memory: Size | None = None,
+    host_memory: Size | None = None,
     disk: str | Path | None = None,
     dtype: torch.dtype | str | None = None,
-    device: str | torch.device | None = None,
-    mode: str = "auto",
-    slots: int | None = None,
-    host_slots: int | None = None,
     *,
     train: bool = True,
     freeze_experts: bool = False,
-    settings: Settings | None = None,
-    state_dtype: torch.dtype = torch.float32,
-    keep_gradients: bool | None = None,
-    gpu_experts: int | None = None,
-    dense_states: str = "auto",
-    dense_weights: str = "auto",
     pregate: bool = True,
     packed: bool = False,
     quantize: str | None = None,
-    progress: bool | Progress = True,
-    quiet: bool = False,
-    mesh: "DeviceMesh | None" = None,
-    shard_dense: bool = False,
-    stages: int | None = None,
     adapter: str | os.PathLike[str] | None = None,
-    **config: Any,
+    **more: Any,
 ) -> Any:
     """Loads a Mixture-of-Experts checkpoint (a folder, a GGUF file, or a repository of the hub) as
     a transformers model with its experts offloaded, without ever holding them in memory twice.
@@ -78,19 +60,17 @@ def load(
     compute. `quantize` ("mxfp4", "int4" or "fp8") packs the experts of a plain checkpoint like
     that while they are read. A model that was saved with pre-gates gets them, unless `pregate`
     is False. `adapter` is a LoRA adapter to add to the weights: a folder that peft or
-    `overspill finetune --lora` has written, or a repository of the hub. Other keyword arguments
-    (`dropout_rate=0`, ...) replace fields of the checkpoint's config, as in `from_pretrained`;
-    the rest is as in `overspill.offload`.
+    `overspill finetune --lora` has written, or a repository of the hub. Further arguments are
+    those of `overspill.offload`; others (`dropout_rate=0`, ...) replace fields of the checkpoint's
+    config, as in `from_pretrained`.
     """
-    budgets = Budgets(
-        gpu_memory, host_memory, disk, device, mode, slots, host_slots, settings or Settings(),
-        state_dtype, keep_gradients, gpu_experts, dense_states, dense_weights, mesh, shard_dense,
-        stages,
-    )  # fmt: skip
+    known = {item.name for item in fields(OffloadOptions)}
+    given = {name: more.pop(name) for name in known & more.keys()}
+    budgets = Budgets(gpu_memory, host_memory, disk, **given)
     return load_within(
-        path_or_repo, budgets, dtype, train, progress, quiet, config, pregate,
-        adapter=None if adapter is None else find_adapter(adapter), freeze_experts=freeze_experts,
-        packed=packed, quantize=quantize,
+        path_or_repo, budgets, dtype, train, more, pregate=pregate, freeze_experts=freeze_experts,
+        adapter=None if adapter is None else find_adapter(adapter), packed=packed,
+        quantize=quantize,
     )  # fmt: skip
 
 
@@ -99,9 +79,7 @@ def load_within(
     budgets: Budgets,
     dtype: torch.dtype | str | None,
     train: bool,
-    progress: bool | Progress,
-    quiet: bool,
-    changes: Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
     pregate: bool = True,
     adapter: Path | None = None,
     freeze_experts: bool = False,
@@ -120,7 +98,7 @@ def load_within(
         _check_packed("packed=True (--packed)", budgets, train and not freeze_experts)
     folder = find_folder(path_or_repo)
     config = read_config(folder)
-    for name, value in changes.items():
+    for name, value in (changes or {}).items():
         if not hasattr(config, name):
             kind = type(config).__name__
             raise ConfigError(f"{name}={value!r} is not a field of {kind}, nor an argument of load")
@@ -157,7 +135,7 @@ def load_within(
                 if pregates is not None:
                     pregates.add_to(model)
 
-            return move_experts(model, layers, budgets, progress, quiet, source, finish)
+            return move_experts(model, layers, budgets, source, finish)
 
 
 def _check_packed(option: str, budgets: Budgets, trained: bool) -> None:
@@ -265,15 +243,12 @@ def _more(names: Sequence[str]) -> str:
 
 def from_config(
     config: Any,
-    gpu_memory: Size = None,
-    host_memory: Size = None,
+    gpu_memory: Size | None = None,
+    host_memory: Size | None = None,
     disk: str | Path | None = None,
     dtype: torch.dtype = torch.float32,
     *,
     train: bool = True,
-    settings: Settings | None = None,
-    progress: bool | Progress = True,
-    quiet: bool = False,
     **more: Any,
 ) -> Any:
     """A transformers model with random weights, for training from scratch; its experts are
@@ -283,7 +258,7 @@ def from_config(
     `more` are further arguments of `overspill.offload`. Call `torch.manual_seed` first for the same
     weights again, with a mesh on all ranks."""
     config = preset_config(config) if isinstance(config, str) else config
-    budgets = Budgets(gpu_memory, host_memory, disk, settings=settings or Settings(), **more)
+    budgets = Budgets(gpu_memory, host_memory, disk, **more)
     budgets.settings.check_model(config.model_type)
     made, model = random_dense(config, dtype, train)
     cast_routers(model)  # before dense weights are placed
@@ -293,7 +268,7 @@ def from_config(
         adapt(model, made.layers)
 
     initial = InitialExperts(made.layers, budgets.compute_device)
-    return move_experts(model, made.layers, budgets, progress, quiet, initial, finish)
+    return move_experts(model, made.layers, budgets, initial, finish)
 
 
 def random_dense(config: Any, dtype: torch.dtype, train: bool) -> tuple[Skeleton, Any]:

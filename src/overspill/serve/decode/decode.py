@@ -35,6 +35,7 @@ from overspill.serve.decode.seq2seq import read_seq2seq_decoder
 from overspill.serve.decode.step import Batch, Computed, DecodeStep
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
+from overspill.serve.options import DecodingOptions
 from overspill.serve.paged import PagedCache, Span
 from overspill.serve.sampling import Draw
 from overspill.trace.spans import Span as TraceSpan
@@ -56,17 +57,11 @@ class Decode:
         cache: PagedCache,
         context: int,
         max_batch: int,
-        slots: int | None = None,
-        mode: str = "auto",
-        migrate: str = "auto",
-        cache_policy: str = "lfu",
+        options: DecodingOptions,
         seq2seq: EncoderDecoder | None = None,
         states: RecurrentStates | None = None,
-        predictor: str | None = None,
     ) -> None:
-        """`slots` are the GPU slots for copies of experts (None: as many as fit into the budget),
-        which leave them by `cache_policy`. `mode`, `migrate` and `predictor` are those of modes.py.
-        `seq2seq` tells how an encoder-decoder is computed, `states` are what a model has beside
+        """`seq2seq` tells how an encoder-decoder is computed, `states` are what a model has beside
         keys and values."""
         engine = model.overspill
         self._model = model
@@ -74,7 +69,7 @@ class Decode:
         self._max_batch = max_batch
         self._max_blocks = -(-context // cache.block_size)
         self._cache = cache
-        self._slots = slots
+        self._slots = options.slots
         self._seq2seq = seq2seq
         self._states = states
         self._first = 0 if seq2seq is None else seq2seq.encoder_layers
@@ -84,13 +79,12 @@ class Decode:
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         activation = self._placeholders[0].activation
         formats = layer_formats(engine.layout.format, engine.n_layers)
-        reason = why_unsupported(engine.dtype, engine.shape, activation, True, formats)
+        reason = why_unsupported(engine.dtype, engine.shape, activation, formats)
         self._no_cpu = reason
         fast = reason is None and self._rates.cpu >= self._rates.link
-        learns = predictor == "learned"
-        self._mode = new_mode(mode, self._level, migrate, fast, learns)
-        _check_migrate(migrate, engine, reason)
-        self._policy = CACHE_POLICIES[cache_policy]
+        self._mode = new_mode(options, self._level, fast)
+        _check_migrate(options.migrate, engine, reason)
+        self._policy = CACHE_POLICIES[options.cache_policy]
         with torch.inference_mode(False):  # what is made here outlives it
             self._table = ExpertTable(engine)
             self._decoder = (
@@ -103,7 +97,7 @@ class Decode:
                 first = next(iter(attentions.values()))
                 like = self._decoder.embedding.new_empty(first.kv_heads, first.width)
                 self._memory = cache.allocate([*attentions], like)
-        if mode == "lookahead" and self._decoder is None and not learns:
+        if options.mode == "lookahead" and self._decoder is None and not options.learns:
             raise ConfigError(
                 f"mode='lookahead' is not for {type(model).__name__}: its routers are not known; "
                 "choose another mode, or predictor='learned' (--predictor learned)"
@@ -111,7 +105,7 @@ class Decode:
         self._observer: Observer | None = None
         self._owns_observer = False
         self._n_learned = 0
-        if learns and engine.n_layers > 1:
+        if options.learns and engine.n_layers > 1:
             # it may be trained with one
             known = engine.popularity.observer
             self._observer = known or new_observer(model, distances=(1,))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError
+from overspill.serve.options import DecodingOptions
 
 
 class Ahead(NamedTuple):
@@ -127,22 +128,17 @@ _MODES: dict[str, type[Auto | OnDemand | PrefetchAll | Lookahead | PreGated]] = 
 _BY_RATES = ("auto", "gpu-only", "pre-gated")
 """Modes in which the CPU computes if it reads host memory faster than the device, as with a
 predictor that learns; in the others the device reads, as in the paper."""
-MIGRATIONS = ("auto", "cpu", "copy")
-PREDICTORS = ("gates", "learned")
 
 
-def check_mode(name: str) -> None:
-    if name not in _MODES:
-        raise ConfigError(f"mode={name!r} must be one of {', '.join(map(repr, _MODES))}")
-
-
-def check_migrate(migrate: str, mode: str, device: torch.device) -> None:
+def check_decoding(decoding: DecodingOptions, device: torch.device) -> None:
     """Refuses what contradicts the mode or the device."""
-    if migrate not in MIGRATIONS:
-        raise ConfigError(f"migrate={migrate!r} must be one of {', '.join(map(repr, MIGRATIONS))}")
-    if migrate == "auto":
-        return
-    if mode == "gpu-only":
+    mode, migrate, predictor = decoding.mode, decoding.migrate, decoding.predictor
+    if predictor is not None and mode != "lookahead":
+        raise ConfigError(
+            f"predictor={predictor!r} is for mode='lookahead', and the mode is {mode!r}; leave "
+            "predictor out (--predictor), or choose that mode"
+        )
+    if migrate != "auto" and mode == "gpu-only":
         raise ConfigError(
             f"migrate={migrate!r} is for experts in host memory, and mode='gpu-only' has none "
             "there; leave migrate out or choose another mode"
@@ -154,34 +150,14 @@ def check_migrate(migrate: str, mode: str, device: torch.device) -> None:
         )
 
 
-def check_predictor(predictor: str | None, mode: str) -> None:
-    """Refuses what the mode does not use."""
-    if predictor is None:
-        return
-    if predictor not in PREDICTORS:
-        known = ", ".join(map(repr, PREDICTORS))
-        raise ConfigError(f"predictor={predictor!r} must be one of {known}")
-    if mode != "lookahead":
-        raise ConfigError(
-            f"predictor={predictor!r} is for mode='lookahead', and the mode is {mode!r}; leave "
-            "predictor out (--predictor), or choose that mode"
-        )
-
-
-def new_mode(
-    name: str,
-    level: int,
-    migrate: str = "auto",
-    cpu_is_faster: bool = True,
-    learned: bool = False,
-) -> Mode:
-    """The mode of that name for a model with pre-gates of this level, on a machine whose CPU reads
-    host memory faster than the device does, or not. `learned`: with a predictor that learns."""
-    check_mode(name)
-    if name == "pre-gated" and not level:
+def new_mode(decoding: DecodingOptions, level: int, cpu_is_faster: bool = True) -> Mode:
+    """The mode for a model with pre-gates of this level, on a machine whose CPU reads host memory
+    faster than the device does, or not."""
+    if decoding.mode == "pre-gated" and not level:
         raise ConfigError(
             "mode='pre-gated' needs a model with pre-gates; train them with overspill pregate, or "
             "choose another mode"
         )
-    by_default = cpu_is_faster and (name in _BY_RATES or learned)
-    return _MODES[name](by_default if migrate == "auto" else migrate == "cpu")
+    by_default = cpu_is_faster and (decoding.mode in _BY_RATES or decoding.learns)
+    migrate = decoding.migrate
+    return _MODES[decoding.mode](by_default if migrate == "auto" else migrate == "cpu")

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from overspill.core.errors import ConfigError
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
+from overspill.moe.settings import RoutingFix
 from overspill.train.finetune.scores import SCORES
 from overspill.train.sections import (
     BatchSection,
@@ -12,11 +14,10 @@ from overspill.train.sections import (
     RunConfig,
     RunSection,
 )
-from overspill.train.settings import Count, NotNegative, NotNegativeInt, Share
 
 
 @dataclass(frozen=True)
-class FinetuneModelSection:
+class TrainedParameters:
     """The model and the parameters to train"""
 
     checkpoint: str = ""
@@ -49,9 +50,11 @@ class FinetuneModelSection:
     """Recompute the activations of a layer in backward instead of keeping them."""
     balance: bool = False
     """Add the load-balancing loss of the model."""
-    fix_nllb_routing: bool = False
-    """Route tokens of NLLB-MoE to their two experts, as it was trained; transformers uses only the
-    first two experts of a layer."""
+
+
+@dataclass(frozen=True)
+class FinetuneModelSection(RoutingFix, TrainedParameters):
+    """The model and the parameters to train"""
 
     @property
     def serving_flags(self) -> tuple[str, ...]:

@@ -107,8 +107,6 @@ class FinetuneSpec(RunSpec):
             self.dtype,
             # else no memory is planned for optimizer states; ranks support training only
             train=self.config.trains_experts or self.team.mesh is not None,
-            progress=True,
-            quiet=True,
             changes=self.overrides,
             freeze_experts=not self.config.trains_experts,
             packed=self.config.model.packed,
