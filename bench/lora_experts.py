@@ -1,7 +1,9 @@
-"""Adapters of experts (LoRA, through peft) beside those of attention, on a Qwen3-30B-A3B's shape.
+"""Adapters of experts (LoRA, through peft) beside those of attention, on a Qwen3-30B-A3B's shape
+with random weights.
 
-PYTHONPATH=src python3 bench/lora_experts.py --out rec
-PYTHONPATH=src python3 bench/lora_experts.py --tiny --device cpu
+PYTHONPATH=src python3 bench/lora_experts.py --out rec                   # lora-experts-30b
+PYTHONPATH=src python3 bench/lora_experts.py --packing mxfp4 --out rec   # qlora-30b
+PYTHONPATH=src python3 bench/lora_experts.py --smoke                     # tiny, on the CPU
 """
 
 import argparse
@@ -12,6 +14,7 @@ from typing import Any
 
 import peft
 import torch
+from packed_models import PLAIN, random_model
 from record import Limit, metric, write_record
 from torch import Tensor
 from train import MATRIX, PCIE
@@ -19,6 +22,7 @@ from transformers import Qwen3MoeConfig
 from workload import SEQ, measure_steps, show
 
 import overspill
+from overspill.models.loss import fused_linear_cross_entropy
 from overspill.trace.spans import STEP
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -40,17 +44,27 @@ def shape(tiny: bool) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(**sizes, tie_word_embeddings=False)
 
 
-def steps(model: Any, optimizer: overspill.AdamW, batch: int, device: str) -> Iterator[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
+def steps(
+    model: Any, optimizer: overspill.AdamW, tokens: torch.Size, chunked: bool
+) -> Iterator[Tensor]:
+    """Endless steps on random tokens; yields losses. The loss is that of the model, or `chunked`
+    from parts of the logits."""
+    generator = torch.Generator(model.device).manual_seed(0)
     engine, vocab = model.get_base_model().overspill, model.config.vocab_size
     while True:
-        tokens = torch.randint(vocab, (batch, SEQ), device=device, generator=generator)
-        loss = model(input_ids=tokens, labels=tokens).loss
+        ids = torch.randint(vocab, tokens, device=model.device, generator=generator)
+        loss = _chunked_loss(model, ids) if chunked else model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         engine.recorder.mark(STEP)
         optimizer.zero_grad()
         yield loss.detach()
+
+
+def _chunked_loss(model: Any, ids: Tensor) -> Tensor:
+    plain = model.get_base_model()
+    x = plain.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    return fused_linear_cross_entropy(x, plain.lm_head.weight, ids[:, 1:].flatten())
 
 
 def limit(model: Any, tokens: int, on_gpu: float) -> Limit:
@@ -61,63 +75,73 @@ def limit(model: Any, tokens: int, on_gpu: float) -> Limit:
     active = model.num_parameters() - experts + experts * top_k // engine.n_experts
     times = {
         "GPU, 6 operations per parameter and token": 6 * active * tokens / MATRIX,
-        "PCIe, every expert uploaded twice": 4 * experts * (1 - on_gpu) / PCIE,
+        "PCIe, every expert uploaded twice": 2 * engine.records.weights_bytes * (1 - on_gpu) / PCIE,
     }
     source, seconds = max(times.items(), key=lambda item: item[1])
     return Limit(tokens / seconds, "tokens/s", source)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rank", type=int, default=16, help="of attention")
-    parser.add_argument("--experts-rank", type=int, default=4, help="0: attention alone")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 tokens a step")
-    parser.add_argument("--gpu-memory", default="24GiB")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="another shape, to try the script")
-    parser.add_argument("--warm", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--timeline", type=Path, default=None, help="folder for a timeline")
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
-    base: Any = overspill.from_config(
-        shape(args.tiny), args.gpu_memory, dtype=torch.bfloat16, device=args.device, train=False
-    )
-    base.gradient_checkpointing_enable({"use_reentrant": False})
-    rank = args.experts_rank
+def adapted(base: Any, rank: int, experts_rank: int) -> Any:
+    """The model with adapters; without a rank for experts, of attention alone."""
+    targets = EXPERTS if experts_rank else None
     config = peft.LoraConfig(
-        r=args.rank,
+        r=rank,
         target_modules=ATTENTION,
-        target_parameters=EXPERTS if rank else None,
-        rank_pattern=dict.fromkeys(EXPERTS, rank) if rank else {},
+        target_parameters=targets,
+        rank_pattern=dict.fromkeys(targets or (), experts_rank),
     )
     with warnings.catch_warnings():  # that patterns match no module, but parameters
         warnings.simplefilter("ignore", RuntimeWarning)
-        model: Any = peft.get_peft_model(base, config).train()
+        return peft.get_peft_model(base, config).train()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rank", type=int, default=16, help="of attention")
+    parser.add_argument("--experts-rank", type=int, default=4, help="0: attention alone")
+    parser.add_argument("--packing", default=PLAIN, help="bf16, mxfp4, int4 or fp8")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 1024 tokens a step")
+    parser.add_argument("--gpu-memory", default=None, help="24GiB, or 12GiB for packed experts")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--warm", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--timeline", type=Path, default=None, help="folder for a timeline")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args(arguments)
+    packed, rank = args.packing != PLAIN, args.experts_rank
+    gpu_memory = args.gpu_memory or ("12GiB" if packed else "24GiB")
+    batch, seq, warm, count = args.batch, SEQ, args.warm, args.steps
+    given: dict[str, Any] = {"gpu_memory": gpu_memory, "device": "cuda"}
+    if args.smoke:
+        batch, seq, warm, count = 2, 16, 1, 1
+        given = {"device": "cpu", "mode": "host", "slots": 3}
+    base = random_model(shape(args.smoke), args.packing, **given)
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    model = adapted(base, args.rank, rank)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = overspill.AdamW(trained, lr=1e-4)
-    name = "lora-experts-30b" if rank else "lora-attention-30b"
-    run, tokens = steps(model, optimizer, args.batch, args.device), args.batch * SEQ
+    name = "qlora-30b" if packed else "lora-experts-30b" if rank else "lora-attention-30b"
+    run: Iterator[Tensor] = steps(model, optimizer, torch.Size((batch, seq)), chunked=packed)
     timeline = None if args.timeline is None else args.timeline / name
-    found = measure_steps(base.overspill, run, tokens, args.warm, args.steps, timeline)
+    found = measure_steps(base.overspill, run, batch * seq, warm, count, timeline)
     show(name, found)
-    if not args.tiny:
-        ranks = f"rank {rank} on experts, {args.rank}" if rank else f"rank {args.rank}"
-        details = {
-            "row": f"Qwen3-30B-A3B's shape, {ranks} on attention, {args.batch}×{SEQ} tokens a "
-            f"step, {args.gpu_memory}",
-            "show": ["gpu_memory", "host_memory", "experts_on_gpu"],
-            "trained": sum(parameter.numel() for parameter in trained),
-            "parameters": base.num_parameters(),
-            "placement": base.overspill.describe(),
-        }
-        metrics = {
-            "tokens_per_second": metric(found.speed, "tokens/s"),
-            "gpu_memory": metric([found.gpu_bytes / 2**30], "GiB"),
-            "host_memory": metric([found.host_bytes / 2**30], "GiB"),
-            "experts_on_gpu": metric([100 * found.on_gpu], "%"),
-        }
-        write_record(name, details, metrics, limit(base, tokens, found.on_gpu), args.out)
+    ranks = f"rank {rank} on experts, {args.rank}" if rank else f"rank {args.rank}"
+    kind = f", experts in {args.packing.upper()}, the loss in chunks" if packed else ""
+    details = {
+        "row": f"Qwen3-30B-A3B's shape{kind}, {ranks} on attention, {batch}×{seq} tokens a step, "
+        f"{gpu_memory}",
+        "show": ["gpu_memory", "host_memory", "experts_on_gpu"],
+        "trained": sum(parameter.numel() for parameter in trained),
+        "parameters": base.num_parameters(),
+        "placement": base.overspill.describe(),
+    }
+    metrics = {
+        "tokens_per_second": metric(found.speed, "tokens/s"),
+        "gpu_memory": metric([found.gpu_bytes / 2**30], "GiB"),
+        "host_memory": metric([found.host_bytes / 2**30], "GiB"),
+        "experts_on_gpu": metric([100 * found.on_gpu], "%"),
+    }
+    write_record(name, details, metrics, limit(base, batch * seq, found.on_gpu), args.out)
     base.overspill.close()
 
 

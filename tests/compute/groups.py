@@ -38,9 +38,10 @@ every_dtype = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"
 class Kind(NamedTuple):
     form: Form
     bias: bool
+    transposed: bool = False
 
     def shape(self, d_model: int, d_hidden: int) -> ExpertShape:
-        return ExpertShape(d_model, d_hidden, self.form.gated, self.bias)
+        return ExpertShape(d_model, d_hidden, self.form.gated, self.bias, self.transposed)
 
 
 KINDS = {
@@ -49,6 +50,9 @@ KINDS = {
     "relu": Kind(Form(Function.RELU, False), bias=False),
     "relu with biases": Kind(Form(Function.RELU, False), bias=True),
     "gated relu with biases": Kind(Form(Function.RELU, True), bias=True),
+    "transposed": Kind(Form.usual(False), bias=True, transposed=True),
+    "clamped": Kind(Form(Function.CLAMPED, True), bias=False),
+    "clamped with biases, transposed": Kind(Form(Function.CLAMPED, True), True, True),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -118,11 +122,17 @@ def compute(group: Group, isa: str | None = None, threads: int = 2) -> Results:
     return Results(y, dx, drow_weight)
 
 
+def plain_weights(records: Tensor, shape: ExpertShape) -> list[Tensor]:
+    """The tensors of records [n, numel]; matrices are as in `nn.Linear`."""
+    tensors = split_records(records, shape)
+    return [t.mT if shape.transposed and t.dim() == 3 else t for t in tensors]
+
+
 def oracle(group: Group) -> Results:
     """The same in float64, differentiated by autograd."""
     shape, n_rows = group.shape, len(group.x)
     records = torch.stack([expert.record[: shape.numel].double() for expert in group.experts])
-    w_in, w_out, *biases = split_records(records, shape)
+    w_in, w_out, *biases = plain_weights(records, shape)
     form = group.form or Form.usual(shape.gated)
     rest = w_in, w_out, shape.gated, biases, partial(activation_oracle, form=form)
     ids = torch.empty(n_rows, 1, dtype=torch.int64)

@@ -28,6 +28,7 @@ from tests.compute.groups import (
     every_isa,
     every_kind,
     needs_native,
+    plain_weights,
 )
 
 pytestmark = needs_native
@@ -70,7 +71,7 @@ def oracle(group: Group) -> Tensor:
     """The weight gradients in float64, by autograd."""
     shape = group.shape
     records = torch.stack([e.record.double() for e in group.experts]).requires_grad_()
-    w_in, w_out, *biases = split_records(records, shape)
+    w_in, w_out, *biases = plain_weights(records, shape)
     ids = torch.empty(len(group.x), 1, dtype=torch.int64)
     for number, (_, start, stop) in enumerate(group.experts):
         ids[start:stop] = number

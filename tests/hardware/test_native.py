@@ -71,6 +71,19 @@ def test_compiles_and_leaves_one_file(tmp_path: Path, source: Path) -> None:
 
 
 @needs_compiler
+def test_a_long_compilation_is_told(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_PATIENCE", 0.0)
+    native.load_library(source, "answer")
+    assert "compiling answer.cpp for this machine, once" in caplog.text
+    caplog.clear()
+    _forget()
+    native.load_library(source, "answer")  # it is there already
+    assert not caplog.text
+
+
+@needs_compiler
 def test_second_process_does_not_compile(tmp_path: Path, source: Path) -> None:
     native.load_library(source, "answer")
     (before,) = _libraries(tmp_path)

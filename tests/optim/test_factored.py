@@ -102,18 +102,21 @@ def naive_gradient(factors: Factors) -> Tensor:
     )
     first = -(-numbers // 4) * 4
     weights = table[:, first : first + 4].view(torch.float32).double()
-    parts = [dh.T @ x, dy.T @ a, dh.sum(0), (weights * dy).sum(0)]
+    matrices = (x.T @ dh, a.T @ dy) if shape.transposed else (dh.T @ x, dy.T @ a)
+    parts = [*matrices, dh.sum(0), (weights * dy).sum(0)]
     return torch.cat([part.flatten() for part in parts[: len(shape.sizes)]]).float()
 
 
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("moments", [FP32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gated relu with biases", "clamped with biases, transposed"])
 @pytest.mark.parametrize("sizes", [(70, 150), (1024, 65), (33, 2100)])
 def test_the_step_is_that_of_the_naive_gradient_in_float32(
-    isa: int, dtype: torch.dtype, moments: torch.dtype, sizes: tuple[int, int]
+    isa: int, dtype: torch.dtype, moments: torch.dtype, sizes: tuple[int, int], kind: str
 ) -> None:
-    (factors,), _ = left_by(Group.make(BIASED.shape(*sizes), (19,), dtype, form=BIASED.form))
+    shape, form = KINDS[kind].shape(*sizes), KINDS[kind].form
+    (factors,), _ = left_by(Group.make(shape, (19,), dtype, form=form))
     master, moment = torch.randn(2, factors.shape.numel)
     exp_avg, exp_avg_sq = moment.to(moments), (moment.square() + 1e-2).to(moments)
     expected = RecordState(master, None, exp_avg.clone(), exp_avg_sq.clone())

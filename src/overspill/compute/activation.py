@@ -26,7 +26,7 @@ class Function(IntEnum):
     RELU = 2
     """Its derivative at 0 is 0."""
     CLAMPED = 3
-    """That of GPT-OSS, whose gates and up values alternate: only in decoding steps."""
+    """That of GPT-OSS, whose gates and up values alternate: on the CPU, and in decoding steps."""
 
 
 class Form(NamedTuple):
@@ -165,8 +165,9 @@ def function_of(module: Callable[[Tensor], Tensor]) -> Function | None:
 
 
 def form_of(activation: Activation | None, gated: bool) -> Form | None:
-    """The form in which kernels have an activation, as it is now; None if they do not. Those for
-    decoding steps alone have `Function.CLAMPED`. By default the activation is the usual one."""
+    """The form in which kernels have an activation, as it is now; None if they do not. Those of
+    the CPU and of decoding steps have `Function.CLAMPED` too. By default the activation is the
+    usual one."""
     if activation is None:
         return Form.usual(gated)
     if isinstance(activation, Fused):

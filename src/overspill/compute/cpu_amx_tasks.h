@@ -30,15 +30,31 @@ struct TileProducts : Avx512<uint16_t> {
                  next, lines);
     }
 
-    // The pre-activations [R, BLOCK] of `count` hidden units.
-    static void hidden(const Group& group, const ExpertRows& own, const uint16_t* weights,
-                       int64_t count, float* to, const BlockArrays<uint16_t>& arrays,
+    // These are as in VectorProducts.
+    static void activation_grads(const Group& group, const ExpertRows& own, int64_t unit,
+                                 int64_t count, const BlockArrays<uint16_t>& arrays) {
+        Prefetch out = output_weights(group, own, unit, count);
+        nn_tiles(own.dy, group.d, own.padded_rows() / TILE, w_out<uint16_t>(group, own) + unit,
+                 group.h, group.d, count, arrays.da, BLOCK, false, arrays.room, &out, STEP);
+    }
+
+    static void hidden(const Group& group, const ExpertRows& own, int64_t first, int64_t count,
+                       float* to, int64_t stride, const BlockArrays<uint16_t>& arrays,
                        Prefetch& next) {
         const int64_t rows = own.padded_rows();
-        nt_tiles(weights, count, group.d, own.x_tiles, rows / TILE, arrays.c, rows, next);
+        nt_tiles(w_in<uint16_t>(own) + first * group.d, count, group.d, own.x_tiles, rows / TILE,
+                 arrays.c, rows, next);
         for (int64_t row = 0; row < rows; row += TILE)
             for (int64_t i = 0; i < count; i += TILE)
-                transpose_tile(arrays.c + i * rows + row, rows, to + row * BLOCK + i, BLOCK);
+                transpose_tile(arrays.c + i * rows + row, rows, to + row * stride + i, stride);
+    }
+
+    static void input_grads(const Group& group, const ExpertRows& own, int64_t first,
+                            int64_t width, float* to, char* room) {
+        const int64_t in = group.gates() * group.h;
+        nn_tiles(reinterpret_cast<const uint16_t*>(own.dh), in, own.padded_rows() / TILE,
+                 w_in<uint16_t>(own) + first, group.d, in, width, to, BLOCK, false, room, nullptr,
+                 0);
     }
 };
 

@@ -110,7 +110,7 @@ struct GroupArgs {
     const int64_t *starts, *stops;  // its token rows
     int64_t count;                  // experts
     int64_t d, h;
-    int32_t gated, bias, transposed;  // as in ExpertShape; transposed and CLAMPED: forward only
+    int32_t gated, bias, transposed;  // as in ExpertShape
     Function function;
     int32_t backward, bf16, threads, isa;
     // Backward only; null without weight gradients. For each expert: the memory of its gradient, in
@@ -137,7 +137,7 @@ struct ExpertRows {
     char* a = nullptr;               // forward: the activation; AMX and fused: as x_tiles
     char* plain_a = nullptr;         // fused, with a low-rank part of w_out: the activation [R, H]
     uint16_t* dy = nullptr;          // AMX: dy, padded
-    char* dh = nullptr;              // dh of all blocks, unless the blocks write shares of dx
+    char* dh = nullptr;              // [R, H or 2H], unless the blocks write shares of dx
     float* dx_shares = nullptr;      // [blocks, R, D]
     float* weight_shares = nullptr;  // [blocks, R]: of the gradient of the routing weights
 
@@ -162,7 +162,9 @@ struct Group : GroupArgs {
     bool has_low_rank() const { return low_rank[W_IN].rank > 0 || low_rank[W_OUT].rank > 0; }
     int64_t blocks() const { return pieces(h, BLOCK); }
     int64_t square_shares() const { return blocks() + pieces(d, BLOCK); }
-    bool shares_dx(const ExpertRows& own) const { return own.rows <= MAX_SHARED_DX_ROWS; }
+    bool shares_dx(const ExpertRows& own) const {
+        return own.rows <= MAX_SHARED_DX_ROWS && !transposed;
+    }
     const char* w_out_bytes(const ExpertRows& own) const {
         return static_cast<const char*>(own.record) + gates() * h * d * weight_bytes;
     }
@@ -239,7 +241,8 @@ Prefetch packed_weights(const Group& group, const ExpertRows& own, int phase, in
 Prefetch first_weights(const Group& group, const ExpertRows& own, int phase, int64_t index) {
     if (phase == PACK || (group.backward && phase == OUTPUT)) return Prefetch();
     if (group.format) return packed_weights(group, own, phase, index);
-    if (group.transposed) return column_weights(group, own, phase, index);
+    if (group.transposed)
+        return group.backward ? Prefetch() : column_weights(group, own, phase, index);
     if (phase == HIDDEN) {
         const int64_t size = group.backward ? BLOCK : group.hidden_per_task, unit = index * size;
         const int64_t row = group.d * group.weight_bytes, units = least(size, group.h - unit);

@@ -5,8 +5,8 @@
 // With few token rows, reading the weights takes longest, so they are read once and in long
 // contiguous runs.
 //
-// Names: D model, H hidden, R token rows. A record holds w_in [H or 2H, D], then w_out [D, H]. For
-// missing experts both may be transposed, and biases may follow: b_in, b_out. T is the type of a
+// Names: D model, H hidden, R token rows. A record holds w_in [H or 2H, D], then w_out [D, H]. Both
+// may be transposed, and biases may follow: b_in, b_out. T is the type of a
 // weight: float, or uint16_t for bf16. The matrix products exist twice: with compiler
 // vectors, compiled for each instruction set, and with AMX tiles. The best instruction set is
 // chosen at run time.

@@ -107,23 +107,21 @@ def why_unsupported(
     dtype: torch.dtype,
     shape: ExpertShape,
     activation: Activation | None,
-    decoding: bool = False,
     formats: Sequence[PackedRecords] = (),
 ) -> str | None:
-    """Why the kernel does not compute such experts; None if it does. In a decoding step it computes
-    more of them: `MissRunner`. `formats` are those of packed records."""
+    """Why the kernel does not compute such experts; None if it does. `formats` are those of packed
+    records, which `MissRunner` reads in a decoding step."""
     if cpu_library() is None:
         return "no C++ compiler"
     form = form_of(activation, shape.gated)
     reasons = [] if dtype in _MAX_ROWS else [str(dtype)]
-    if shape.transposed and not decoding:
-        reasons.append("transposed weights")
     if any(format.native is None for format in formats):
         reasons.append("records that are packed in a way that it does not read")
-    if form is None or (form.function is Function.CLAMPED and not decoding):
+    if form is None:
         assert activation is not None
-        others = " or that of GPT-OSS" if decoding else ""
-        reasons.append(f"the activation {activation.name}, which is not GELU, SiLU, ReLU{others}")
+        reasons.append(
+            f"the activation {activation.name}, which is not GELU, SiLU, ReLU or that of GPT-OSS"
+        )
     return ", ".join(reasons) or None
 
 
@@ -233,7 +231,7 @@ def group_args(
     assert threads >= 1
     assert shape.gated == form.gated
     assert shape.gated or not clamped
-    assert backward is None or not (shape.transposed or clamped or format is not None)
+    assert backward is None or format is None
     assert format is None or format.native is not None
     assert backward is None or low_rank == (None, None)
     assert isa is None or ISA_NAMES.index(isa) <= ISA_NAMES.index(cpu_isa() or "")

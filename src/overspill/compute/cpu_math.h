@@ -155,6 +155,29 @@ INLINE float differentiate(const float* __restrict h, const float* __restrict up
     return total;
 }
 
+// The same for the activation of GPT-OSS. As in torch, a value that is clamped, or NaN, has no
+// gradient.
+template <class T, bool KEEP>
+INLINE float differentiate_clamped(const float* __restrict h, const float* __restrict up_,
+                                   const float* __restrict da_, float weight, int64_t count,
+                                   T* __restrict dh, T* __restrict dup, T* __restrict a) {
+    float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < count; ++i) {
+        const float gate_in = rounded<T>(h[i]), up_in = rounded<T>(up_[i]);
+        const float gate = gate_in > 7.0f ? 7.0f : gate_in;  // NaN stays NaN
+        const float up = (up_in > 7.0f ? 7.0f : up_in < -7.0f ? -7.0f : up_in) + 1.0f;
+        const float s = sigmoid(1.702f * gate), value = gate * s;
+        const float slope = s + 1.702f * value * (1.0f - s);
+        const float da = rounded<T>(da_[i]), scaled = da * weight;
+        total += value * up * da;
+        store(dh + i, gate_in <= 7.0f ? scaled * up * slope : 0.0f);
+        store(dup + i, up_in <= 7.0f && up_in >= -7.0f ? scaled * value : 0.0f);
+        if constexpr (KEEP) store(a + i, value * up * weight);
+    }
+    return total;
+}
+
 template <class T, bool KEEP>
 INLINE float differentiate_by(Function function, const float* h, const float* up, const float* da,
                               float weight, int64_t count, T* dh, T* dup, T* a) {
@@ -162,6 +185,8 @@ INLINE float differentiate_by(Function function, const float* h, const float* up
         return differentiate<T, Gelu, KEEP>(h, up, da, weight, count, dh, dup, a);
     if (function == SILU)
         return differentiate<T, Silu, KEEP>(h, up, da, weight, count, dh, dup, a);
+    if (function == CLAMPED)
+        return differentiate_clamped<T, KEEP>(h, up, da, weight, count, dh, dup, a);
     return differentiate<T, Relu, KEEP>(h, up, da, weight, count, dh, dup, a);
 }
 

@@ -18,13 +18,49 @@ struct VectorProducts : Isa {
         Isa::nn(a, a_stride, rows, b, b_stride, depth, columns, c, c_stride, add, next);
     }
 
-    // The pre-activations [R, BLOCK] of `count` hidden units.
-    static void hidden(const Group& group, const ExpertRows& own, const T* weights, int64_t count,
-                       float* to, const BlockArrays<T>& arrays, Prefetch&) {
-        Isa::nt(weights, count, rows_of<T>(group.x, group.x_stride, own), group.x_stride, own.rows,
-                group.d, arrays.c, own.rows);
-        for (int64_t row = 0; row < own.rows; ++row)
-            for (int64_t i = 0; i < count; ++i) to[row * BLOCK + i] = arrays.c[i * own.rows + row];
+    // to[row][output] = weights [outputs, k] times tokens.
+    static void turned_nt(const T* weights, int64_t outputs, const T* x, int64_t x_stride,
+                          int64_t rows, int64_t k, float* c, float* to, int64_t to_stride) {
+        Isa::nt(weights, outputs, x, x_stride, rows, k, c, rows);
+        for (int64_t row = 0; row < rows; ++row)
+            for (int64_t i = 0; i < outputs; ++i) to[row * to_stride + i] = c[i * rows + row];
+    }
+
+    // dy times w_out of `count` hidden units.
+    static void activation_grads(const Group& group, const ExpertRows& own, int64_t unit,
+                                 int64_t count, const BlockArrays<T>& arrays) {
+        const T* const dy = rows_of<T>(group.dy, group.dy_stride, own);
+        const T* const weights = w_out<T>(group, own);
+        if (group.transposed)
+            return turned_nt(weights + unit * group.d, count, dy, group.dy_stride, own.rows,
+                             group.d, arrays.c, arrays.da, BLOCK);
+        Prefetch out = output_weights(group, own, unit, count);
+        Isa::nn(dy, group.dy_stride, own.rows, weights + unit, group.h, group.d, count, arrays.da,
+                BLOCK, false, &out);
+    }
+
+    // The pre-activations [R, stride] of `count` outputs of w_in.
+    static void hidden(const Group& group, const ExpertRows& own, int64_t first, int64_t count,
+                       float* to, int64_t stride, const BlockArrays<T>& arrays, Prefetch&) {
+        const T* const x = rows_of<T>(group.x, group.x_stride, own);
+        if (!group.transposed)
+            return turned_nt(w_in<T>(own) + first * group.d, count, x, group.x_stride, own.rows,
+                             group.d, arrays.c, to, stride);
+        Prefetch* const none = nullptr;
+        Isa::nn(x, group.x_stride, own.rows, w_in<T>(own) + first, group.gates() * group.h,
+                group.d, count, to, stride, false, none, true);
+    }
+
+    // `width` columns of dx [R, BLOCK] from `first` on, from dh.
+    static void input_grads(const Group& group, const ExpertRows& own, int64_t first,
+                            int64_t width, float* to, char* room) {
+        const int64_t in = group.gates() * group.h;
+        const T* const dh = reinterpret_cast<const T*>(own.dh);
+        if (group.transposed)
+            return turned_nt(w_in<T>(own) + first * in, width, dh, in, own.rows, in,
+                             reinterpret_cast<float*>(room), to, BLOCK);
+        Prefetch* const none = nullptr;
+        Isa::nn(dh, in, own.rows, w_in<T>(own) + first, group.d, in, width, to, BLOCK, false, none);
     }
 };
 

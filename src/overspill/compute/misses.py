@@ -154,7 +154,7 @@ class MissRunner:
         `source`, which is asked for the records of each request instead of `set_records`. `format`
         is that of packed records; `ranks` are those of low-rank matrices in them."""
         self._formats = layer_formats(format, n_layers)
-        reason = why_unsupported(dtype, shape, activation, True, self._formats)
+        reason = why_unsupported(dtype, shape, activation, self._formats)
         if reason is not None:
             raise ConfigError(f"the CPU cannot compute missing experts: {reason}")
         self._process = os.getpid()

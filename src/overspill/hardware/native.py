@@ -20,6 +20,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,9 @@ log = logging.getLogger("overspill")
 # No -march: kernels choose their instruction set at run time, because several machines may share
 # the cache in a home folder. math-errno would prevent the vectorization of sqrt.
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
+
+_PATIENCE = 3.0
+"""Seconds after which a user is told what takes so long."""
 
 _HASH_BYTES = hashlib.sha256().digest_size
 
@@ -154,7 +158,8 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         raise _BuildError(f"{library.parent} cannot be written: {error}") from error
     try:
         command = [*compiler, *FLAGS, str(source), "-o", temporary]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        with _told_if_slow(source):
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise _BuildError(f"{shlex.join(compiler)} failed: {_first_error(result.stderr)}")
         digest = hashlib.sha256(Path(temporary).read_bytes()).digest()
@@ -167,6 +172,19 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         raise _BuildError(f"{shlex.join(compiler)} could not run: {error}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _told_if_slow(source: Path) -> Iterator[None]:
+    """The kernels of experts take a core about a minute."""
+    told = "compiling %s for this machine, once; it can take a minute or more"
+    timer = threading.Timer(_PATIENCE, log.warning, (told, source.name))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_complete(library: Path) -> bool:

@@ -59,7 +59,7 @@ def _form(layout: RecordLayout, layer_pass: LayerPass) -> Form | None:
     if layer_pass.dropout is not None or layer_pass.adapters is not None:
         return None
     activation = layer_pass.activation
-    if why_unsupported(layout.dtype, layout.shape, activation, decoding=True) is not None:
+    if why_unsupported(layout.dtype, layout.shape, activation) is not None:
         return None
     return form_of(activation, layout.shape.gated)
 

@@ -35,7 +35,7 @@ class _FactorArgs(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "d", "h")),
-        *((name, ctypes.c_int32) for name in ("gated", "bias", "bf16")),
+        *((name, ctypes.c_int32) for name in ("gated", "bias", "transposed", "bf16")),
     )
 
 
@@ -94,10 +94,9 @@ def _args(factors: Factors) -> _FactorArgs:
     assert memory.dtype in (torch.bfloat16, torch.float32)
     assert memory.device.type == "cpu"
     assert memory.is_contiguous()
-    assert not shape.transposed
     assert memory.nbytes >= rows * factor_row_bytes(shape, memory.dtype)
     is_bf16 = memory.dtype == torch.bfloat16
-    sizes = shape.d_model, shape.d_hidden, shape.gated, shape.bias
+    sizes = shape.d_model, shape.d_hidden, shape.gated, shape.bias, shape.transposed
     return _FactorArgs(memory.data_ptr(), rows, *sizes, is_bf16)
 
 

@@ -9,7 +9,7 @@
 struct FactorArgs {
     const void* rows;
     int64_t count, d, h;
-    int32_t gated, bias, bf16;
+    int32_t gated, bias, transposed, bf16;
 };
 
 namespace {
@@ -57,6 +57,10 @@ struct Factors : FactorLayout {
         const int64_t in = gates * h, b_in = (gates + 1) * h * d;
         tensors[0] = {0, in, d, dh(), 0, false, false};
         tensors[1] = {in * d, d, h, dy(), a(), false, false};
+        if (args.transposed) {
+            tensors[0] = {0, d, in, 0, dh(), false, false};
+            tensors[1] = {in * d, h, d, a(), dy(), false, false};
+        }
         tensors[2] = {b_in, 1, in, 0, dh(), true, false};
         tensors[3] = {b_in + in, 1, d, 0, dy(), true, true};
     }

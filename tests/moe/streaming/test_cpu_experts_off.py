@@ -8,17 +8,9 @@ import torch.nn.functional as F
 
 from overspill.compute.activation import Differentiated
 from overspill.compute.cpu_kernel import cpu_isa
-from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertShape
-from overspill.core.layer_map import LayerMap
 from overspill.moe.autograd import routed_experts
-from overspill.moe.engine import Engine
-from overspill.moe.model_part import ModelPart
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
-from overspill.plan.budget import Placement
-from overspill.tiers.layout import RecordLayout
-from overspill.trace.recorder import Recorder
 from tests.moe.oracle import N_EXPERTS
 from tests.moe.streaming.frozen import (
     HOST,
@@ -84,24 +76,6 @@ def test_experts_on_disk_turn_cpu_experts_off_with_a_warning(
 ) -> None:
     assert_cpu_is_off(SmallTask(), "disk behind 3 host slots", tmp_path, cpu_settings(all_on_cpu))
     assert "cpu_experts is off: experts on disk" in caplog.text
-
-
-def test_transposed_experts_turn_cpu_experts_off_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    shape = ExpertShape(8, 8, gated=True, bias=True, transposed=True)
-    layout = RecordLayout(shape, torch.float32, torch.float32)
-    placement = Placement("host", 0, 2, N_EXPERTS, 0, 0, 0, 256, 1 << 30, training=False)
-    engine = Engine(
-        ModelPart(LayerMap.whole(1), ExpertMap.whole(N_EXPERTS)),
-        layout,
-        torch.device("cpu"),
-        placement,
-        cpu_settings(all_on_cpu),
-        Recorder(),
-    )
-    engine.close()
-    assert "cpu_experts is off: transposed weights" in caplog.text
 
 
 def test_another_activation_turns_cpu_experts_off_with_one_warning(

@@ -99,10 +99,10 @@ def _expert_in_kernel(
     if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
     if LOW is not None:  # first: what it reads is on its way while weights are multiplied
-        low_g = expand(low, offset, shrunk + pair * LOW.padded, gate, there, LOW)
+        low_g = tl.sum(expand(low, offset, shrunk + pair * LOW.padded, gate, there, LOW), 1)
         low_u = low_g
         if GATED:
-            low_u = expand(low, offset, shrunk + pair * LOW.padded, up, there, LOW)
+            low_u = tl.sum(expand(low, offset, shrunk + pair * LOW.padded, up, there, LOW), 1)
     token = x + pair // top_k * width
     first = tl.zeros((ROWS, BLOCK), tl.float32)
     second = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -145,7 +145,10 @@ def _expert_out_kernel(
     batch = tl.program_id(1)
     after(EARLY)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
-    more = tl.zeros((ROWS,), tl.float32)
+    bias = tl.zeros((ROWS,), tl.float32)
+    if LOW is not None:
+        LANES: tl.constexpr = LOW.lanes
+        terms = tl.zeros((ROWS, LANES), tl.float32)
     for k in tl.static_range(TOP_K):
         pair = batch * TOP_K + k
         offset = tl.load(offsets + pair)
@@ -164,11 +167,13 @@ def _expert_out_kernel(
         if BIAS:
             own_bias = record + width * HIDDEN + n_in
             b = tl.load(own_bias + rows, mask=there & here, other=0.0)
-            more += b.to(tl.float32) * share
+            bias += b.to(tl.float32) * share
         if LOW is not None:
             own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
-            more += tl.where(here, own, 0.0) * share
+            terms += tl.where(here, own, 0.0) * share
     result = tl.sum(total, 1)
-    if BIAS or LOW is not None:
-        result += more
+    if BIAS:
+        result += bias
+    if LOW is not None:
+        result += tl.sum(terms, 1)
     tl.store(out + batch * width + rows, result, mask=there)

@@ -133,13 +133,14 @@ def low_rank_of(low, offset, LOW: tl.constexpr):
 
 @triton.jit
 def expand(low, offset, shrunk, rows, there, LOW: tl.constexpr):
-    """Rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`."""
+    """Terms of rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`: their sums over
+    columns."""
     ranks = tl.arange(0, LOW.lanes)
     inside = ranks < LOW.rank
     at = low_rank_of(low, offset, LOW) + LOW.b + rows[:, None] * LOW.padded + ranks[None, :]
     b = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
     value = tl.load(shrunk + ranks, mask=inside, other=0.0)
-    return tl.sum(b.to(tl.float32) * value[None, :], 1)
+    return b.to(tl.float32) * value[None, :]
 
 
 @triton.jit

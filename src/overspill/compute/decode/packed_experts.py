@@ -118,9 +118,9 @@ def _packed_in_kernel(
         gate, up = 2 * rows, 2 * rows + 1
     if LOW is not None:
         own = shrunk + pair * LOW.padded
-        g += expand(low, offset, own, gate, there, LOW)
+        g += tl.sum(expand(low, offset, own, gate, there, LOW), 1)
         if GATED:
-            u += expand(low, offset, own, up, there, LOW)
+            u += tl.sum(expand(low, offset, own, up, there, LOW), 1)
     if BIAS:
         own_bias = at_record(biases, offset) + PACKING.b_in
         g += tl.load(own_bias + gate, mask=there, other=0.0).to(tl.float32)
@@ -206,6 +206,9 @@ def _packed_out_kernel(
         inputs, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
         OUT, ROWS, BLOCK, EARLY,
     )  # fmt: skip
+    if LOW is not None:
+        LANES: tl.constexpr = LOW.lanes
+        terms = tl.zeros((ROWS, LANES), tl.float32)
     if BIAS or LOW is not None:
         for k in tl.static_range(TOP_K):
             pair = batch * TOP_K + k
@@ -218,7 +221,9 @@ def _packed_out_kernel(
                 result += b.to(tl.float32) * share
             if LOW is not None:
                 own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
-                result += tl.where(here, own, 0.0) * share
+                terms += tl.where(here, own, 0.0) * share
+    if LOW is not None:
+        result += tl.sum(terms, 1)
     tl.store(out + batch * width + rows, result, mask=there)
 
 

@@ -79,7 +79,7 @@ class Decode:
         self._placeholders = [p for p in model.parameters() if isinstance(p, ExpertPlaceholder)]
         activation = self._placeholders[0].activation
         formats = layer_formats(engine.layout.format, engine.n_layers)
-        reason = why_unsupported(engine.dtype, engine.shape, activation, True, formats)
+        reason = why_unsupported(engine.dtype, engine.shape, activation, formats)
         self._no_cpu = reason
         fast = reason is None and self._rates.cpu >= self._rates.link
         self._mode = new_mode(options, self._level, fast)
