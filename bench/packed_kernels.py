@@ -41,7 +41,7 @@ FEW: dict[str, tuple[tuple[int, ...], object, str, object]] = {
     "out (4, 128, 1)": ((1, 4), constants, "PACKED_OUT_TILE", Tile(4, 128, 1)),
     "in (1, 128, 1)": ((1, 4), constants, "PACKED_IN_TILE", Tile(1, 128, 1)),
     "not early": ((1, 4), packed_experts, "early", lambda device: {"EARLY": False}),
-    "group (64, 32, 4)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(64, 32, 4)),
+    "group (32, 16, 2)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(32, 16, 2)),
     "group (128, 16, 8)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(128, 16, 8)),
 }
 """Changes that `--few` measures: with how many tokens, and what is set to what."""

@@ -27,6 +27,7 @@ KERNELS = {
     "compute/quantize.cpp": "quantize",
     "compute/gguf_blocks.cpp": "gguf-blocks",
     "optim/kernel.cpp": "adamw",
+    "optim/factored.cpp": "factored-adamw",
     "transfer/upload_thread.cpp": "upload-thread",
 }
 

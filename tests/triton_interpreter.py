@@ -6,7 +6,9 @@ import inspect
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from triton import language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -48,6 +50,19 @@ def without_overflow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     integers exceeds its type, which takes a quarter of the time."""
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+def with_nearest_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds float32 to bf16 as a GPU does: the interpreter cuts values off."""
+    convert = interpreter._convert_float
+
+    def convert_nearest(values: Any, kind: Any, to: Any, mode: Any) -> Any:
+        if kind != tl.float32 or to != tl.bfloat16:
+            return convert(values, kind, to, mode)
+        rounded = torch.from_numpy(np.array(values, np.float32)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_nearest)
 
 
 @functools.cache

@@ -102,6 +102,7 @@ CASES = [
     ("_add_norm_kernel", NORM | {"HOST": 2, "BIAS": True}, HOST | {"bias": "*bf16"}),
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
     ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
+    ("_gate_kernel", {"FUNCTION": 1, "BLOCK": 512}, {}),
     ("_linear_kernel", LINEAR, {}),
     ("_linear_kernel", LINEAR | {"GATE": 1}, {}),
     ("_linear_kernel", LINEAR | {"NORM": 1, "FUNCTION": 2, "ROWS": 2, "BLOCK": 1024}, {}),
@@ -192,6 +193,7 @@ CASES.append(("_sum_kernel", {"BLOCK": 1024}, {"parts": "*fp32", "out": "*fp32"}
 SIZES = {
     "width", "n", "n_rows", "n_blocks", "parts", "part", "window", "n_experts", "hidden", "n_in",
     "top_k", "n_slots", "n_pairs", "words", "reach", "bias_stride", "row_width", "q_stride",
+    "x_stride",
 }  # fmt: skip
 
 

@@ -7,13 +7,14 @@ import random
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from overspill import LLM, SamplingParams
 from overspill.core.errors import DiskError
-from overspill.models.huggingface.recurrent import TYPES, state_bytes
+from overspill.models.huggingface.recurrent import TYPES, pin_copies, state_bytes
 from overspill.serve import runners, source
 from overspill.serve.runners import PagedRunner
 from tests.models.huggingface.families import FAMILIES, make_model
@@ -138,6 +139,10 @@ def test_states_and_keys_are_in_the_budget_and_counted(tmp_path: Path) -> None:
         plain, _ = plain_model(name)
         own = state_bytes(plain)
         assert own == state_bytes(copy.deepcopy(plain).to("meta"))
+        with mock.patch.object(torch, "empty") as empty:
+            pin_copies(plain, 2 * own + own // 2)
+        pinned = [(shape, how["dtype"]) for (shape,), how in empty.call_args_list]
+        assert sum(shape.numel() * dtype.itemsize for shape, dtype in pinned) == 2 * own
         with offloaded(plain, "gpu", tmp_path) as model, LLM(model, context=64, max_batch=3) as llm:
             assert not llm.stats()["cache_bytes"]
             tokens_of(llm, PROMPTS[:1], SamplingParams(max_tokens=1))

@@ -229,15 +229,15 @@ def weight_of_word(
         bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
         value = bits.to(tl.float32, bitcast=True) * (scale * 7.922816251426434e28)  # 2**96
     else:
-        # in the last bits of 2**23, where they are
+        # the bits of a subnormal number are an integer
         first: tl.constexpr = MATRIX.bits * (PLACE % (16 // MATRIX.bits))
-        one: tl.constexpr = 1 << first
+        one: tl.constexpr = (1 << first) / 4194304  # 2**-22
         if MATRIX.code == _SIGNED:
             word = word ^ -0x7F7F7F80
         if 16 // MATRIX.bits <= PLACE:
             word = word >> 16
-        bits = (word & (((1 << MATRIX.bits) - 1) << first)) | 0x4B000000
-        value = bits.to(tl.float32, bitcast=True) - (8388608.0 + zero * one)
+        bits = word & (((1 << MATRIX.bits) - 1) << first)
+        value = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38 - zero * one  # 2**127
         value *= scale * (1.0 / one)
     return value.to(KIND)
 

@@ -13,6 +13,7 @@ from overspill.core.options import check_options, init_takes, values_of
 from overspill.hardware.machine import available_memory
 from overspill.hardware.native import has_triton
 from overspill.models.budgets import Budgets
+from overspill.models.huggingface.recurrent import pin_copies
 from overspill.models.pregate import pregate_level
 from overspill.moe.settings import Settings
 from overspill.plan.limits import MemoryLimits
@@ -128,6 +129,8 @@ class LLM:
             fused = on_gpu and dense_there and has_triton("fused decoding")
             limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
             runner = PagedRunner(source.model, self.device, *limits, options, checkpoints)
+            if fused and checkpoints is not None:
+                pin_copies(source.model, checkpoints.limit)
         else:
             name = type(source.model).__name__
             _log.warning("%s computes one request after another: %s", name, reason)

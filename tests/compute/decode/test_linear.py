@@ -67,11 +67,15 @@ def test_products_of_norms_are_added_to_others(
 @every_device
 @every_dtype
 def test_inputs_may_be_gated_and_have_a_share(linear: Any, dtype: torch.dtype, device: str) -> None:
+    from overspill.compute.decode.linear import gate_rows
+
     x, w = random(2, 2 * 20 + 1, dtype=dtype, device=device), random(7, 20, dtype=dtype)
     w = w.to(device)
     gate, up, share = x.double().split((20, 20, 1), 1)
     expected = F.linear(F.silu(gate) * up, w.double()) * share.sigmoid()
     assert_near(linear(x, w, gate=Function.SILU), expected, dtype, roundings=2)
+    rows = gate_rows(F.pad(x, (0, 3)), 20, Function.SILU)
+    assert_near(F.linear(rows.double(), w.double()), expected, dtype, roundings=2)
 
 
 @every_device

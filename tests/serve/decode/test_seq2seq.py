@@ -274,9 +274,12 @@ def test_a_changed_model_is_computed_by_its_modules(
 
 @pytest.mark.parametrize("name", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
 def test_errors_in_bf16_are_at_most_twice_those_of_transformers(
-    name: str, tmp_path: Path, steps: list[int]
+    name: str, tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts of the next layer are named by its own gate."""
+    from tests.triton_interpreter import with_nearest_bf16
+
+    with_nearest_bf16(monkeypatch)
     two = {field: min(2, value) for field, value in DEEP[name].items()}
     options = two | FEW_HEADS[name]
     plain = copy.deepcopy(plain_model(name, **options)).bfloat16()

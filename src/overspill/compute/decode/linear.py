@@ -16,6 +16,9 @@ from overspill.compute.decode import constants
 from overspill.compute.decode.activate import activate
 from overspill.compute.decode.launch import after, early, power
 
+_GATES = 1024
+"""Gates of a program."""
+
 
 class RowNorm(NamedTuple):
     """A norm of rows: a layer norm if it has a bias, else an RMS norm."""
@@ -44,10 +47,9 @@ def linear(
     norm: RowNorm | None = None,
     into_BN: Tensor | None = None,
 ) -> Tensor:
-    """A function of x @ w^T + bias, for very few rows. With `gate`, rows of x are gates, up values
-    and one number: x is that function of the gates, times up values and the number's sigmoid. A
-    norm, which needs whole rows, is applied to x first. Adds the result to `into`, in place, if
-    that is given."""
+    """A function of x @ w^T + bias, for very few rows. With `gate`, x is `gate_rows` of what is
+    given. A norm, which needs whole rows, is applied to x first. Adds the result to `into`, in
+    place, if that is given."""
     (n, width), n_rows = w_NK.shape, len(x_BK)
     out = into_BN
     if out is None:
@@ -61,8 +63,8 @@ def linear(
         of_norm = norm.weight_K, w_NK if shift is None else shift
         how, eps = 1 if shift is None else 2, norm.eps
     _linear_kernel[(triton.cdiv(n, tile.rows), n_rows)](
-        x_BK, w_NK, x_BK if bias_N is None else bias_N, *of_norm, out, n, width, eps, how,
-        bias_N is not None, -1 if function is None else int(function),
+        x_BK, w_NK, x_BK if bias_N is None else bias_N, *of_norm, out, n, width,
+        x_BK.stride(0), eps, how, bias_N is not None, -1 if function is None else int(function),
         -1 if gate is None else int(gate), into_BN is not None, tile.rows, block,
         num_warps=tile.warps, **early(out.device),
     )  # fmt: skip
@@ -71,7 +73,7 @@ def linear(
 
 @triton.jit
 def _linear_kernel(
-    x, w, bias, norm_weight, norm_bias, out, n, width, eps, NORM: tl.constexpr,
+    x, w, bias, norm_weight, norm_bias, out, n, width, x_stride, eps, NORM: tl.constexpr,
     BIAS: tl.constexpr, FUNCTION: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +89,7 @@ def _linear_kernel(
     if NORM > 1:
         shift = tl.load(norm_bias + columns, mask=columns < width, other=0.0).to(tl.float32)
     after(EARLY)
-    x += batch * (width if GATE < 0 else 2 * width + 1)
+    x += batch * x_stride
     for start in range(0, width, BLOCK):
         value = tl.load(x + start + columns, mask=columns < width - start, other=0.0)
         if GATE >= 0:
@@ -115,3 +117,31 @@ def _linear_kernel(
     if ADD:
         result = result.to(tl.float32) + tl.load(to, mask=there, other=0.0).to(tl.float32)
     tl.store(to, result.to(kind), mask=there)
+
+
+def gate_rows(x_BJ: Tensor, width: int, function: Function) -> Tensor:
+    """That function of the gates in packed rows, times their up values and the sigmoid of a number:
+    `width` gates, as many up values, the number and what nobody reads."""
+    out = torch.empty(len(x_BJ), width, dtype=x_BJ.dtype, device=x_BJ.device)
+    block = min(_GATES, power(width))
+    _gate_kernel[(triton.cdiv(width, block), len(x_BJ))](
+        x_BJ, out, width, x_BJ.stride(0), int(function), block, **early(out.device)
+    )
+    return out
+
+
+@triton.jit
+def _gate_kernel(
+    x, out, width, x_stride, FUNCTION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    batch = tl.program_id(1)
+    inside = columns < width
+    kind = out.dtype.element_ty
+    after(EARLY)
+    x += batch * x_stride
+    gate = tl.load(x + columns, mask=inside, other=0.0)
+    up = tl.load(x + width + columns, mask=inside, other=0.0)
+    value = activate(gate, up, kind, FUNCTION, True).to(tl.float32)
+    value *= tl.sigmoid(tl.load(x + 2 * width).to(tl.float32))
+    tl.store(out + batch * width + columns, value.to(kind), mask=inside)

@@ -48,12 +48,12 @@ def route(
     their weights. With `given` the ids are there already, and only the weights are those of the
     chosen ones. With `misses`, those that are not on the device are written there with their token
     rows: -1 stands for an expert that is on the device. Rows that are not real have no experts."""
-    n_experts, width = logits_BE.shape[1], x_BD.shape[1]
+    n_experts, width, stride = logits_BE.shape[1], x_BD.shape[1], logits_BE.stride(0)
     weights = torch.empty(len(x_BD), top_k, dtype=torch.float32, device=x_BD.device)
     offsets, missed, to = _found(weights, ids_BK, misses)
     _route_kernel[(len(x_BD),)](
-        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, scale,
-        top_k, power(top_k), power(n_experts), power(width), softmax_first, normalize,
+        logits_BE, table_E, real_B, x_BD, ids_BK, weights, offsets, *to, n_experts, width, stride,
+        scale, top_k, power(top_k), power(n_experts), power(width), softmax_first, normalize,
         misses is not None, given, num_warps=1, **early(x_BD.device),
     )  # fmt: skip
     return Routed(weights, offsets, missed)
@@ -101,15 +101,15 @@ def _found(
 @triton.jit
 def _route_kernel(
     logits, table, is_real, x, ids, weights, offsets, missed, host_experts, host_weights, host_x,
-    host_count, host_rows, n_experts, width, scale, TOP_K: tl.constexpr, KS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr,
-    MISSES: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
+    host_count, host_rows, n_experts, width, row_width, scale, TOP_K: tl.constexpr,
+    KS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX_FIRST: tl.constexpr,
+    NORMALIZE: tl.constexpr, MISSES: tl.constexpr, GIVEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(0)
     after(EARLY)
     experts, ks = tl.arange(0, BLOCK), tl.arange(0, KS)
     inside = experts < n_experts
-    score = tl.load(logits + batch * n_experts + experts, mask=inside, other=float("-inf"))
+    score = tl.load(logits + batch * row_width + experts, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
     if SOFTMAX_FIRST:
         score = tl.exp(score - tl.max(score, 0))

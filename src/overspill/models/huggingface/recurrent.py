@@ -45,6 +45,10 @@ States = dict[tuple[nn.Module, _Key], Tensor]
 """A copy of the states of one sequence in host memory."""
 
 
+_PINNED_COPIES = 8
+"""Copies of states for which host memory is pinned before they are made."""
+
+
 class StateSpan(NamedTuple):
     """The state of a sequence of a batch."""
 
@@ -271,6 +275,24 @@ def _states(cache: Any) -> Iterator[tuple[_Key, Tensor]]:
 
 def state_bytes(model: nn.Module) -> int:
     """Bytes of the states of one sequence; `model` may be on the meta device."""
+    return sum(state.nbytes for state in _example_states(model))
+
+
+def pin_copies(model: nn.Module, most: int) -> None:
+    """Pins host memory for the first copies of states, of up to `most` bytes together, which torch
+    keeps for them: a decoding step would wait for it."""
+    states = _example_states(model)
+    count = min(_PINNED_COPIES, most // max(1, sum(state.nbytes for state in states)))
+    made = [
+        torch.empty(state.shape, dtype=state.dtype, pin_memory=True)
+        for state in states
+        for _ in range(count)
+    ]
+    del made  # all at once
+
+
+def _example_states(model: nn.Module) -> list[Tensor]:
+    """Those of one sequence."""
     counts: Counter[Any] = Counter()
     kinds = {}
     for module in _find_modules(model):
@@ -278,10 +300,13 @@ def state_bytes(model: nn.Module) -> int:
         counts[kind] += 1
         kinds[kind] = module
     width: int = model.config.get_text_config().hidden_size  # type: ignore[operator,union-attr]
-    return sum(count * _state_bytes(kinds[kind], width) for kind, count in counts.items())
+    found: list[Tensor] = []
+    for kind, count in counts.items():
+        found += _states_of(kinds[kind], width) * count
+    return found
 
 
-def _state_bytes(module: nn.Module, hidden_width: int) -> int:
+def _states_of(module: nn.Module, hidden_width: int) -> list[Tensor]:
     weight = next(p for p in module.parameters() if p.dim() > 1)
     linear = any(isinstance(each, nn.Linear) for each in module.modules())
     width = hidden_width if linear else int(module.conv1d.in_channels)  # type: ignore[union-attr,arg-type]
@@ -291,4 +316,4 @@ def _state_bytes(module: nn.Module, hidden_width: int) -> int:
     given |= {name: None for name in ("position_embeddings", "attention_mask") if name in others}
     with torch.no_grad():
         module(torch.zeros(1, 1, width, dtype=weight.dtype, device=weight.device), **given)
-    return sum(state.nbytes for _, state in _states(cache))
+    return [state for _, state in _states(cache)]

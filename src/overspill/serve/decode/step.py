@@ -13,7 +13,7 @@ from overspill.compute.decode.attention import attend, rotate_and_store
 from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
-from overspill.compute.decode.linear import RowNorm, linear, reads_rows_whole
+from overspill.compute.decode.linear import RowNorm, gate_rows, linear, reads_rows_whole
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
 from overspill.compute.misses import MissBuffers
@@ -209,8 +209,8 @@ class DecodeStep:
     def _feed_experts(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
         layer, missing = own.placeholder.layer, self._missing
         shared, logits, hidden = own.shared, None, None
-        if shared is not None and shared.joined is not None and len(x) == 1:
-            both = linear(x, shared.joined)
+        if shared is not None and shared.joined is not None:
+            both = _linear(x, shared.joined, None)
             logits, hidden = both[:, : len(own.router)], both[:, len(own.router) :]
         routed = routing.enter(layer, x, missing, self._mode, logits)
         shape = own.placeholder.engine.shape
@@ -222,7 +222,7 @@ class DecodeStep:
         )  # fmt: skip
         parts = [y]
         if shared is not None and hidden is not None:
-            parts.append(linear(hidden, shared.out, gate=own.activation.function))
+            parts.append(_gated_linear(hidden, shared.out, own.activation.function))
         elif shared is not None:
             parts.append(shared.module(x))
         return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
@@ -345,6 +345,12 @@ def _add_linear(residual: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None
         return Fed([F.linear(y, weight, bias)])
     linear(y, weight, bias, into_BN=residual)
     return Fed([])
+
+
+def _gated_linear(x: Tensor, weight: Tensor, function: Function) -> Tensor:
+    if len(x) == 1:
+        return linear(x, weight, gate=function)
+    return F.linear(gate_rows(x, weight.shape[1], function), weight)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

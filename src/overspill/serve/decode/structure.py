@@ -38,6 +38,9 @@ _FILES = frozenset({
 })  # fmt: skip
 """Where the classes of their modules are."""
 
+_ALIGNED = 8
+"""Rows of joined weights are a multiple of it."""
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -90,7 +93,7 @@ class Shared:
     module: Callable[[Tensor], Tensor]
     joined: Tensor | None
     """Weights of the router, of gate and up values, and of its share, if it has the activation of
-    the other experts."""
+    the other experts; perhaps zeros, so that rows of the product are aligned."""
     out: Tensor
 
 
@@ -286,7 +289,10 @@ def _read_shared(mlp: Any) -> Shared:
 
     weights = [each.weight for each in (mlp.gate, own.gate_proj, own.up_proj, gate)]
     alike = type(own.act_fn) is type(mlp.experts.act_fn)
-    joined = _join(weights) if alike and len({each.dtype for each in weights}) == 1 else None
+    joined = None
+    if alike and len({each.dtype for each in weights}) == 1:
+        rows = sum(len(each) for each in weights)
+        joined = _join([*weights, gate.weight.new_zeros(-rows % _ALIGNED, gate.weight.shape[1])])
     return Shared(compute, joined, own.down_proj.weight.data)
 
 
