@@ -63,7 +63,6 @@ class Run:
         with (
             overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm,
             routed_by(model, routing),
-            short_collections(),
         ):
             if slots and not self.args.smoke:
                 decode(llm, 1, self.tokens, 2)  # the cache learns
@@ -88,8 +87,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--out", default=None)
     args = parser.parse_args(arguments)
-    plain = Run(args, NO_LOW_RANKS)
-    adapted = Run(args, LowRanks(args.rank, args.rank))
+    with short_collections():
+        plain = Run(args, NO_LOW_RANKS)
+        adapted = Run(args, LowRanks(args.rank, args.rank))
     metrics = compared("", adapted.all, plain.all)
     metrics |= compared("quarter_", adapted.quarter, plain.quarter)
     for key, value in metrics.items():

@@ -58,6 +58,7 @@ def check(made: Adapted, auto: str, folder: Path) -> None:
     [
         "mixtral",
         "gpt_oss",
+        "qwen3_vl_moe",
         pytest.param("nemotron_h", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("olmoe", marks=pytest.mark.slow),
