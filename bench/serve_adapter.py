@@ -38,7 +38,7 @@ class Run:
         self.rounds, self.tokens = (1, 2) if args.smoke else (args.rounds, args.tokens)
         settings = overspill.Settings(residency=False)
         device, config = ("cpu", tiny()) if args.smoke else ("cuda", w2())
-        given: Any = {"device": device, "settings": settings, "mode": "host"}
+        given: Any = {"device": device, "settings": settings}
         model = random_model(config, args.packing, ranks, **given)
         engine = model.overspill
         try:
