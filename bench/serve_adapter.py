@@ -21,7 +21,6 @@ from overspill.core.garbage import short_collections
 from overspill.simulate import DrawnRouting, ReplayedRouting, routed_by
 from overspill.tiers.layout import NO_LOW_RANKS, LowRanks
 
-
 _TRACE = 4096
 """Tokens of the drawn routing."""
 
