@@ -90,6 +90,16 @@ class Settings(Switches, RoutingFix):
 
     def __post_init__(self) -> None:
         check_options(self, Settings)
+        if self.cpu_experts and self.exchange_groups not in (None, 1):
+            raise ConfigError(
+                f"exchange_groups={self.exchange_groups} is not supported with cpu_experts: the "
+                "CPU gets its token rows at once; leave out exchange_groups, or cpu_experts"
+            )
+        if self.cpu_experts and self.placement == "dynamic":
+            raise ConfigError(
+                'placement="dynamic" is not supported with cpu_experts: the CPU computes experts '
+                'in the memory of its own rank; give "static" or "auto", or turn cpu_experts off'
+            )
         if self.cpu_training and not self.cpu_experts:
             raise ConfigError(
                 "cpu_training is for CPU experts, which are off; set cpu_experts=True too "

@@ -185,3 +185,5 @@ def test_other_adapters_of_experts_are_refused(
     with pytest.raises((ConfigError, CheckpointError), match=message):
         overspill.merge(made.folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        LLM(made.folder, **SERVED)
