@@ -300,8 +300,13 @@ class Counted:
         return self._step()
 
     def bytes(self) -> int:
-        """All bytes that were copied between device, host memory and disk so far."""
-        return sum(self._recorder.counters().values())
+        """All bytes that were copied between device, host memory and disk so far, when copies for
+        the next step, which run ahead, have ended."""
+        before = -1
+        while (now := sum(self._recorder.counters().values())) != before:
+            before = now
+            time.sleep(0.2)
+        return now
 
 
 def _counting(step: Step, model: Any) -> Counted:

@@ -28,7 +28,7 @@ _FILLED = 0.75
 
 def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A row for each budget. The model is made once."""
-    from serve_packed import Bench
+    from serve_packed import Bench, release_memory
 
     import overspill
 
@@ -40,6 +40,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         dense = sum(p.nbytes for p in model.parameters())
         needed = dense + engine.n_layers * engine.n_experts * engine.layout.weight_bytes
         for gib in args.budgets:
+            release_memory()  # of the LLM before: what is reserved counts
             engine.memory.limit(gib << 30)
             fits = needed <= _FILLED * (gib << 30)
             if fits:
@@ -51,6 +52,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
                 bench.decode(llm, 1)  # the cache learns
                 speeds, missing = bench.decode(llm, 1)
                 slots = llm.stats().get("expert_slots", 0)
+            del llm  # its slots are freed before the next one counts what is
             uses = engine.n_layers * model.config.num_experts_per_tok
             on_gpu = engine.n_layers * engine.n_experts if fits else slots
             yield {

@@ -7,6 +7,7 @@ PYTHONPATH=src python3 bench/serve_adapter.py --smoke           # tiny, on the C
 
 import argparse
 import statistics
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from transformers import Qwen3MoeConfig
 
 import overspill
 from overspill.core.garbage import short_collections
-from overspill.simulate import DrawnRouting, routed_by
+from overspill.simulate import DrawnRouting, ReplayedRouting, routed_by
 from overspill.tiers.layout import NO_LOW_RANKS, LowRanks
+
+_TRACE = 4096
+"""Tokens of the drawn routing."""
 
 
 def tiny() -> Any:
@@ -38,7 +42,7 @@ class Run:
         self.rounds, self.tokens = (1, 2) if args.smoke else (args.rounds, args.tokens)
         settings = overspill.Settings(residency=False)
         device, config = ("cpu", tiny()) if args.smoke else ("cuda", w2())
-        given: Any = {"device": device, "settings": settings, "mode": "host"}
+        given: Any = {"device": device, "settings": settings}
         model = random_model(config, args.packing, ranks, **given)
         engine = model.overspill
         try:
@@ -55,19 +59,23 @@ class Run:
             torch.cuda.empty_cache()
 
     def _speeds(self, model: Any, slots: int) -> list[float]:
-        """With so many slots for experts in host memory; the same routing for any adapter."""
-        engine = model.overspill
-        weights = [1 / (4 + expert) for expert in range(engine.n_experts)]
-        shares = [[each / sum(weights) for each in weights]] * engine.n_layers
-        routing = DrawnRouting(shares, model.config.num_experts_per_tok)
-        with (
-            overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm,
-            routed_by(model, routing),
-            short_collections(),
-        ):
+        """With so many slots for experts in host memory, and then the same routing for any
+        adapter."""
+        drawn = routed_by(model, drawn_routing(model)) if slots else nullcontext()
+        with overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm, drawn:
             if slots and not self.args.smoke:
                 decode(llm, 1, self.tokens, 2)  # the cache learns
             return [each.speed for each in decode(llm, 1, self.tokens, self.rounds)]
+
+
+def drawn_routing(model: Any) -> ReplayedRouting:
+    """Routing in which the experts of a layer differ in popularity, drawn before it is used."""
+    engine = model.overspill
+    weights = [1 / (4 + expert) for expert in range(engine.n_experts)]
+    shares = [[each / sum(weights) for each in weights]] * engine.n_layers
+    drawn = DrawnRouting(shares, model.config.num_experts_per_tok)
+    layers = [drawn(layer, _TRACE, torch.device("cpu")) for layer in range(engine.n_layers)]
+    return ReplayedRouting(torch.stack(layers, dim=1), engine.n_experts)
 
 
 def compared(prefix: str, with_it: list[float], without: list[float]) -> dict[str, Metric]:
@@ -88,8 +96,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--out", default=None)
     args = parser.parse_args(arguments)
-    plain = Run(args, NO_LOW_RANKS)
-    adapted = Run(args, LowRanks(args.rank, args.rank))
+    with short_collections():
+        plain = Run(args, NO_LOW_RANKS)
+        adapted = Run(args, LowRanks(args.rank, args.rank))
     metrics = compared("", adapted.all, plain.all)
     metrics |= compared("quarter_", adapted.quarter, plain.quarter)
     for key, value in metrics.items():

@@ -25,7 +25,7 @@ from ssd import disk_bandwidth
 
 import overspill
 from overspill.core.garbage import short_collections
-from overspill.simulate import routed_by
+from overspill.simulate import ReplayedRouting, routed_by
 
 GPU = 24
 """GiB of GPU memory."""
@@ -50,14 +50,9 @@ def open_model(layers: int, smoke: bool, **given: Any) -> Iterator[Any]:
         model.overspill.close()
 
 
-class OneSet:
+def one_set(n_layers: int, n_experts: int, top_k: int) -> ReplayedRouting:
     """Every token has the first experts of each layer: soon none of them is missing."""
-
-    def __init__(self, n_layers: int, n_experts: int, top_k: int) -> None:
-        self.n_layers, self.n_experts, self.top_k = n_layers, n_experts, top_k
-
-    def __call__(self, layer: int, n_tokens: int, device: torch.device) -> torch.Tensor:
-        return torch.arange(self.top_k, device=device).expand(n_tokens, self.top_k)
+    return ReplayedRouting(torch.arange(top_k).expand(64, n_layers, top_k), n_experts)
 
 
 def run_host(args: argparse.Namespace) -> None:
@@ -72,7 +67,7 @@ def run_host(args: argparse.Namespace) -> None:
         sizes = engine.n_layers, engine.n_experts, top_k
         recorded = wide_routing(args.routing, *sizes)
         with overspill.LLM(model, context=512, max_batch=1) as llm, short_collections():
-            with routed_by(model, OneSet(*sizes)):
+            with routed_by(model, one_set(*sizes)):
                 decode(llm, 1, tokens, 1)
                 alone = decode(llm, 1, tokens, rounds)
             with routed_by(model, recorded):
@@ -114,7 +109,8 @@ def run_disk(args: argparse.Namespace) -> None:
     count = 16 if smoke else _BANDWIDTH_BYTES // record
     before = disk_bandwidth(args.disk, record, count)["read"]
     slots = 4 if smoke else n_layers * 128 // 4
-    given = {"disk": args.disk, "mode": "disk", "host_slots": slots}
+    given: dict[str, Any] = {"disk": args.disk, "mode": "disk", "host_slots": slots}
+    given |= {} if smoke else {"gpu_memory": f"{GPU}GiB"}
     settings = overspill.Settings(residency=False)
     with gpu_memory(GPU), open_model(n_layers, smoke, settings=settings, **given) as model:
         engine, top_k = model.overspill, model.config.num_experts_per_tok

@@ -9,6 +9,7 @@ PYTHONPATH=src python3 bench/serve_packed.py w2-gpu w2-none --smoke   # tiny, on
 
 import argparse
 import functools
+import gc
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,8 @@ class Bench:
             yield made
         finally:
             made.overspill.close()
-            torch.cuda.empty_cache()
+            del made
+            release_memory()
 
     def decode(self, llm: overspill.LLM, size: int) -> tuple[list[float], float]:
         """Tokens a second of each round, and missing experts of a step."""
@@ -96,6 +98,7 @@ def run_30b(bench: Bench, parts: Sequence[str]) -> None:
     with gpu_memory(GPU), bench.model(48, name, **budget(bench)) as model:
         if "30b-24gib" in parts:
             run_requests(bench, model, name)
+            release_memory()
         if "prefill" in parts:
             run_prefill(bench, model, name)
 
@@ -272,6 +275,13 @@ def uploads(engine: Any) -> float:
 
 def budget(bench: Bench) -> dict[str, Any]:
     return {} if bench.smoke else {"gpu_memory": f"{GPU}GiB"}
+
+
+def release_memory() -> None:
+    """Frees models and LLMs that were closed, which have cycles, and their GPU memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager

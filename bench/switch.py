@@ -102,9 +102,10 @@ class Bench(NamedTuple):
     def interleave(self, model: Any, modes: Sequence[str], **options: Any) -> dict[str, Speed]:
         """Each mode in each round, so that changes of the machine meet all of them alike."""
         found: dict[str, Speed] = {}
+        in_a_row = 1 if self.smoke else _IN_A_ROW
         for _ in range(self.rounds):
             for mode in modes:
-                each = measure(model, mode, _IN_A_ROW, self.few(mode), **options)
+                each = measure(model, mode, in_a_row, self.few(mode), **options)
                 found[mode] = _join(found.get(mode), each)
         for mode, each in found.items():
             show(mode, each)

@@ -208,6 +208,14 @@ def mxfp4(stack: Tensor, config: Any) -> dict[str, Tensor]:
     return {"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8).view(blocks.shape[:3])}
 
 
+def mxfp4_compressed(weight: Tensor, config: Any) -> dict[str, Tensor]:
+    parts = mxfp4(weight.T[None], config)
+    return {
+        "weight_packed": parts["_blocks"].reshape(len(weight), -1),
+        "weight_scale": parts["_scales"][0],
+    }
+
+
 def pack_fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     scales = largest(weight, rows, columns) / 448
     return (weight / spread(scales, rows, columns, weight)).to(torch.float8_e4m3fn), scales
@@ -276,6 +284,12 @@ def int4(weight: Tensor, config: Any) -> dict[str, Tensor]:
     return {**parts, "weight_packed": nibbles(codes, 1), "weight_scale": scales}
 
 
+def int8(weight: Tensor, config: Any) -> dict[str, Tensor]:
+    scales = (largest(weight, 1, weight.shape[1]) / 127).bfloat16()
+    codes = (weight / scales.float()).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": codes, "weight_scale": scales}
+
+
 def gptq(weight: Tensor, config: Any) -> dict[str, Tensor]:
     codes, scales, zeros = round_to_integers(weight, config["group_size"])
     stored = nibbles(zeros.T, 1)
@@ -311,6 +325,12 @@ def integers(**weights: Any) -> dict[str, Any]:
 Function = Callable[[Tensor, Any], dict[str, Tensor]]
 FORMATS: dict[str, tuple[dict[str, Any], Function]] = {
     "mxfp4": ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
+    "mxfp4-compressed": (
+        compressed(
+            "mxfp4-pack-quantized", type="float", num_bits=4, strategy="group", group_size=32
+        ),
+        mxfp4_compressed,
+    ),
     "mxfp8": ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, mxfp8),
     "fp8-block": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -331,6 +351,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Function]] = {
     "int4": (integers(strategy="group", group_size=32, symmetric=True), int4),
     "int4-asymmetric": (integers(strategy="group", group_size=32, symmetric=False), int4),
     "int4-channel": (integers(strategy="channel", symmetric=True), int4),
+    "int8": (
+        compressed("int-quantized", type="int", num_bits=8, strategy="channel", symmetric=True),
+        int8,
+    ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         awq,

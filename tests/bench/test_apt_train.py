@@ -1,4 +1,4 @@
-"""The benchmark of experts that the CPU trains, with tiny models on the CPU."""
+"""The benchmarks of experts that the CPU trains, with tiny models on the CPU."""
 
 import json
 import runpy
@@ -29,3 +29,15 @@ def test_each_work_writes_its_record(
     rows = record.get("table", [record["config"]])
     assert all(row["experts on the CPU"] != "0%" for row in rows)
     assert list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
+def test_factored_gradients_are_measured(
+    scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = SCRIPT.with_name("factored.py")
+    monkeypatch.setattr(sys, "argv", [str(script), "--smoke", "--out", str(tmp_path)])
+    runpy.run_path(str(script), run_name="__main__")
+    record = json.loads((tmp_path / "factored-gradients.json").read_text())
+    assert record["metrics"]["speedup"]["median"] > 0
+    assert [row["token rows"] for row in record["table"]] == ["3"]

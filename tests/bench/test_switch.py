@@ -127,10 +127,11 @@ def test_shapes_are_those_of_the_papers_models(models: ModuleType) -> None:
     assert large.expert_bytes == 2 * 2 * 1024 * 4096
     assert large.n_experts * large.expert_bytes == 48 * 2**30
     nllb = models.Shape("nllb-moe-54b")
-    smaller = nllb.within(54 * 2**30)
+    smaller = nllb.within(54 * 2**30, nllb.blocks)
     assert (smaller.layers, smaller.blocks) == (12, 3)
     assert smaller.n_experts * smaller.expert_bytes <= 54 * 2**30
-    assert nllb.within(120 * 2**30) is nllb
+    assert nllb.within(120 * 2**30, nllb.blocks) is nllb
+    assert nllb.within(120 * 2**30, 4).blocks == 4
     assert "12 of 24 blocks" in str(smaller)
 
 

@@ -46,7 +46,7 @@ def test_the_list_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
         ("switch-base-8 OUT --set d_model", "--set d_model is not FIELD=VALUE"),
         ("switch-base-8 OUT --set d_mode=3", "did you mean d_model"),
         ("switch-base-8 OUT --layers 1", "at least 2"),
-        ("switch-base-8 OUT --dtype fp8", "--dtype"),
+        ("switch-base-8 OUT --dtype fp8", "--dtype fp8 is unknown; give bf16 or fp32"),
         ("switch-base-8 OUT --set vocab_size=100 --tokenizer bytes", "--set vocab_size=257"),
     ],
 )

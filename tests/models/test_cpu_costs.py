@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+import overspill
 from overspill import Settings
-from overspill.core.errors import BudgetError
+from overspill.compute.cpu_kernel import cpu_isa
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.hardware.profile import ExpertCosts
-from overspill.models import cpu_costs
+from overspill.models import GPTMoE, cpu_costs, get_preset
 from overspill.tiers.layout import RecordLayout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -50,3 +52,11 @@ def test_without_memory_to_measure_there_are_no_cpu_experts(
     monkeypatch.setattr(cpu_costs, "known_costs", no_room)
     assert cpu_costs.cpu_expert_costs(LAYOUT, CUDA, ON, None) is None
     assert "no memory free to measure one for the CPU" in caplog.text
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
+def test_experts_that_the_cpu_never_computes_are_refused_before_anything_is_allocated() -> None:
+    model = GPTMoE(get_preset("nano"), dtype=torch.float16, seed=1).eval()
+    with pytest.raises(ConfigError, match=r"does not compute these experts: torch.float16; leave"):
+        overspill.offload(model, device="cpu", mode="host", slots=4, quiet=True, settings=ON)
+    assert not hasattr(model, "overspill")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.core.experts import ExpertShape
-from overspill.tiers.layout import ALIGN, RecordLayout
+from overspill.tiers.layout import ALIGN, LowRanks, RecordLayout
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -68,3 +68,32 @@ def test_an_unknown_state_is_an_error() -> None:
     layout = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
     with pytest.raises(KeyError):
         layout.state(torch.zeros(layout.state_bytes, dtype=torch.uint8), "low")
+
+
+@pytest.mark.parametrize("ranks", [LowRanks(3, 20), LowRanks(0, 8), LowRanks(1, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_low_rank_matrices_follow_the_weights(dtype: torch.dtype, ranks: LowRanks) -> None:
+    """Each has bytes of its own, from a cache line on, and unpacked weights are sums."""
+    layout = RecordLayout(ExpertShape(10, 7, gated=True), dtype, ranks=ranks)
+    bare = RecordLayout(layout.shape, dtype)
+    assert layout.bare == bare.stored
+    record = layout.weights(torch.zeros(layout.weight_bytes, dtype=torch.uint8))
+    assert record.numel() * dtype.itemsize % 64 == 0
+    expected = [torch.zeros(size) for size in layout.shape.sizes]
+    for rank, planes, total in zip(ranks, layout.low_rank, expected, strict=True):
+        assert (planes is None) is (rank == 0)
+        if planes is None:
+            continue
+        a, b = (part[0] for part in planes.of(record[None]))
+        assert a.shape[0] == b.shape[1] == planes.padded
+        assert planes.padded % 8 == 0
+        assert planes.padded - rank in range(8)
+        for part in (a, b):
+            assert part.data_ptr() % 64 == record.data_ptr() % 64
+            assert not part.any(), "two matrices share bytes"
+            part.fill_(1.0)
+        total += planes.padded
+    assert not record[: layout.shape.numel].any()
+    out = torch.zeros(layout.shape.numel, dtype=dtype)
+    layout.unpack(0, record, out)
+    assert torch.equal(out.float(), torch.cat([total.flatten() for total in expected]))

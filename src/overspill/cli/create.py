@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -31,9 +30,7 @@ A smaller one of the same family:
 """
 
 
-class Dtype(StrEnum):
-    bf16 = "bf16"
-    fp32 = "fp32"
+_DTYPES = ("bf16", "fp32")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -53,7 +50,12 @@ def _create(
     show_list: Annotated[
         bool, typer.Option("--list", help="Show all presets and their sizes, and write nothing.")
     ] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Data type of the weights.")] = Dtype.bf16,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Data type of the weights: bf16 or fp32.", autocompletion=lambda: [*_DTYPES]
+        ),
+    ] = "bf16",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     layers: Annotated[
         int | None,
@@ -93,6 +95,8 @@ def _create(
         return
     if name is None or out is None:
         raise ConfigError("create needs NAME and OUT; overspill create --list shows the names")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype} is unknown; give {' or '.join(_DTYPES)}")
     from overspill.models.checkpoint_presets import check_preset
 
     check_preset(name, layers, experts)
@@ -106,7 +110,7 @@ def _create(
     from overspill.train.export_tokenizer import byte_token_ids, write_byte_tokenizer
 
     config = preset_config(name, layers=layers, experts=experts, **given)
-    kind = torch.bfloat16 if dtype is Dtype.bf16 else torch.float32
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
 
     def describe(done: Created) -> str:
         return (

@@ -148,17 +148,10 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     subclass repeats without a string keeps the one of the base class."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        docs |= _own_docs(base)
-    return docs
-
-
-@functools.cache
-def _own_docs(cls: Any) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    for item, after in zip(body.body, body.body[1:], strict=False):
-        match item, after:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                docs[name] = " ".join(text.split())
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for item, after in zip(body.body, body.body[1:], strict=False):
+            match item, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docs[name] = " ".join(text.split())
     return docs

@@ -177,7 +177,7 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
 @contextlib.contextmanager
 def _told_if_slow(source: Path) -> Iterator[None]:
     """The kernels of experts take a core about a minute."""
-    told = "compiling %s for this machine, once: a minute or more"
+    told = "compiling %s for this machine, once; it can take a minute or more"
     timer = threading.Timer(_PATIENCE, log.warning, (told, source.name))
     timer.daemon = True
     timer.start()

@@ -1,13 +1,15 @@
 """Whether the CPU computes some of the experts, and what is measured for that decision."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from overspill.compute.cpu_kernel import why_unsupported
-from overspill.core.errors import BudgetError
+from overspill.compute.cpu_kernel import cpu_isa, why_unsupported
+from overspill.core.errors import BudgetError, ConfigError
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
+from overspill.models.expert_layers import ExpertLayer
 from overspill.models.progress_bar import TerminalProgress
 from overspill.moe.settings import Settings
 from overspill.probe.known import known_costs
@@ -16,6 +18,18 @@ from overspill.tiers.slab import Progress
 from overspill.transfer.mapped import can_map
 
 _log = logging.getLogger("overspill")
+
+
+def check_cpu_experts(layers: Sequence[ExpertLayer], settings: Settings) -> None:
+    """Raises if the CPU can compute the experts of no layer, whatever the machine has."""
+    if not settings.cpu_experts or cpu_isa() is None:
+        return
+    reasons = [why_unsupported(own.dtype, own.shape, own.activation()) for own in layers]
+    if None not in reasons:
+        raise ConfigError(
+            f"the CPU does not compute these experts: {reasons[0]}; leave out cpu_experts "
+            "(--cpu-experts)"
+        )
 
 
 def why_no_cpu_experts(

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from overspill.compute.activation import Activation
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.moe.engine import Engine
@@ -32,6 +33,10 @@ class ExpertLayer(Protocol):
     @property
     def trained(self) -> bool:
         """Whether its experts are not frozen; before they are given away."""
+
+    def activation(self) -> Activation | None:
+        """The function between the two matrices; None: the usual one. Before they are given
+        away."""
 
     def expert_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that will be released."""

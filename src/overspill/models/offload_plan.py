@@ -9,6 +9,7 @@ from torch import nn
 
 from overspill.core.expert_map import ExpertMap
 from overspill.models.budgets import Budgets
+from overspill.models.cpu_costs import check_cpu_experts
 from overspill.models.expert_layers import ExpertLayer
 from overspill.models.ranks import facts, rank_budgets, rank_layers, rank_part
 from overspill.models.shard_dense import check_shardable, device_bytes
@@ -48,6 +49,7 @@ def plan_offload(
     """All ranks call it; raises on all of them if they were given different models or options.
     `packed` is the format of packed weights, and `low_ranks` are those of matrices behind them."""
     device = budgets.compute_device
+    check_cpu_experts(layers, budgets.settings)
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype, packed, low_ranks)
     layer_map = rank_layers(model, layers, budgets, ranks)
     experts = ExpertMap.whole(layers[0].n_experts)

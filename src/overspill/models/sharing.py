@@ -25,7 +25,7 @@ _log = logging.getLogger("overspill")
 
 def may_share(settings: Settings, device: torch.device, ranks: Ranks) -> bool:
     """Whether dynamic placement is wanted; the same on all ranks. With "auto" not on CPUs: they
-    upload nothing, and their cores share one memory. Raises for what does not have it."""
+    upload nothing, and their cores share one memory. Raises if several nodes want it."""
     if ranks.replicas is not None or ranks.stages is not None:
         why = "several nodes" if ranks.stages is None else "ranks that divide the layers"
         if settings.placement == "dynamic":
@@ -35,11 +35,6 @@ def may_share(settings: Settings, device: torch.device, ranks: Ranks) -> bool:
         _log.info("owners compute their experts: there are %s", why)
         return False
     if settings.cpu_experts:
-        if settings.placement == "dynamic":
-            raise ConfigError(
-                'placement="dynamic" is not supported with cpu_experts: the CPU computes experts '
-                'in the memory of its own rank; give "static" or "auto", or turn cpu_experts off'
-            )
         _log.info("owners compute their experts: the CPU computes some of them")
         return False
     wanted = settings.placement == "auto" and device.type == "cuda"

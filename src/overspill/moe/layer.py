@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from overspill.compute.activation import Activation
 from overspill.compute.reference import moe_reference
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.moe.autograd import routed_experts
@@ -67,6 +68,10 @@ class MoE(nn.Module):
             self.init_expert(index, record)
             self.w_in[index].copy_(w_in)
             self.w_out[index].copy_(w_out)
+
+    def activation(self) -> Activation | None:
+        """The usual one."""
+        return None
 
     def expert_parameters(self) -> list[nn.Parameter]:
         return [self.w_in, self.w_out]

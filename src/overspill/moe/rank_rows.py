@@ -42,11 +42,6 @@ class RankRows:
 
     def check(self, settings: Settings) -> None:
         """Raises for settings that an exchange does not support."""
-        if settings.cpu_experts and settings.exchange_groups not in (None, 1):
-            raise ConfigError(
-                f"exchange_groups={settings.exchange_groups} is not supported with cpu_experts: "
-                "the CPU gets its token rows at once; leave out exchange_groups, or cpu_experts"
-            )
         if settings.popularity == "learned":
             raise ConfigError("an exchange does not support popularity='learned'; leave one out")
         check_groups(settings.exchange_groups, self._n_experts, self._n_ranks)

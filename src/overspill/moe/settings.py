@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from overspill.core.errors import ConfigError
 from overspill.core.experts import Phase
 from overspill.core.options import Count, check_options
-
-if TYPE_CHECKING:
-    from overspill.transfer.streams import Inject
 
 CpuPolicy = Callable[[Sequence[int], Phase], frozenset[int]]
 """From the token rows of each expert to the positions of those that the CPU computes."""
@@ -67,7 +64,9 @@ class RoutingFix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EngineOptions(Switches, RoutingFix):
+class Settings(Switches, RoutingFix):
+    """The switches of the engine. Each technique can be turned off to measure what it gains."""
+
     shared_balance: bool = False
     """With several ranks, balance losses of a `GPTMoE` count the tokens of all of them, so that the
     loss is that of one process with the whole batch; else each rank counts its own."""
@@ -83,20 +82,24 @@ class _EngineOptions(Switches, RoutingFix):
     the exchange takes longest by measured speeds and they need little of the free memory."""
     max_rows: Count | None = None
     """Token rows that are computed at once on the device; left out: what the budget allows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(_EngineOptions):
-    """The switches of the engine. Each technique can be turned off to measure what it gains."""
-
     cpu_policy: CpuPolicy | None = None
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
-    inject: "Inject | None" = None
+    inject: Callable[[str], Any] | None = None
     """Called before each transfer, CPU task and optimizer job; for fault-injection tests. Where the
     CPU computes, it may defer copies."""
 
     def __post_init__(self) -> None:
-        check_options(self, _EngineOptions)
+        check_options(self, Settings)
+        if self.cpu_experts and self.exchange_groups not in (None, 1):
+            raise ConfigError(
+                f"exchange_groups={self.exchange_groups} is not supported with cpu_experts: the "
+                "CPU gets its token rows at once; leave out exchange_groups, or cpu_experts"
+            )
+        if self.cpu_experts and self.placement == "dynamic":
+            raise ConfigError(
+                'placement="dynamic" is not supported with cpu_experts: the CPU computes experts '
+                'in the memory of its own rank; give "static" or "auto", or turn cpu_experts off'
+            )
         if self.cpu_training and not self.cpu_experts:
             raise ConfigError(
                 "cpu_training is for CPU experts, which are off; set cpu_experts=True too "

@@ -162,6 +162,11 @@ class Updates:
         """Under the lock: whether every submitted update was carried out."""
         return not (self._submitted or self._pending)
 
+    @property
+    def pending(self) -> int:
+        """Under the lock: how many were submitted and have not ended, by expert."""
+        return len(self._submitted) + len(self._pending)
+
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending expert updates (update threads)")
 

@@ -31,6 +31,14 @@ class StageVisit:
         """Whether other micro-batches pass the stage after this one."""
         return self.micro_batch + 1 < self.micro_batches
 
+    def passes(self, phase: Phase) -> int:
+        """Passes through a layer of the stage, from one in this direction on, before those of
+        another stage."""
+        each = 2 if self.turns else 1
+        return each * (self.micro_batches - self.micro_batch) - (
+            1 if self.turns and phase is Phase.BACKWARD else 0
+        )
+
     def returns(self, layer: int, here: Position) -> bool:
         """Whether the next pass through `layer` has the direction of the current one, although the
         current one is past that layer."""

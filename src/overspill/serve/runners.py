@@ -228,11 +228,13 @@ class PagedRunner(Runner):
 
     def _new_copies(self, part: Part) -> dict[int, States]:
         """Of a piece of a prompt: its last full block, and the last one that was computed before
-        without a checkpoint (others have the same beginning)."""
+        without a checkpoint (others have the same beginning). The same prompt needs its last token
+        again, and the block before if that is the end of one."""
         if self._checkpoints is None or part.n_new == 1:
             return {}
         end, size = part.before + part.n_new, self._cache.block_size
-        wanted = end // size * size, part.request.known
+        full = end - 1 if end == part.request.prompt_tokens else end
+        wanted = full // size * size, part.request.known
         return {seen: {} for seen in wanted if part.before < seen <= end}
 
     def _copy_states(self, parts: Sequence[Part]) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import overspill
+from overspill.compute.cpu_kernel import cpu_isa
+from overspill.core.errors import ConfigError
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.streaming import compute
 from overspill.moe.streaming.cpu_experts import CpuExperts, CpuJob
@@ -123,7 +125,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool, tmp_path: Path) -> N
     [
         *slow_rows(product(["mixtral", "gpt_oss"], ["host", "disk"]), 0, 2),
         *slow_rows(product(["qwen2_moe", "nllb-moe", "phimoe"], ["host"]), 0, 2),
-        *product(["switch_transformers", "nemotron_h"], ["disk"]),
+        *product(["switch_transformers"], ["disk"]),
     ],
 )
 def test_any_split_of_frozen_experts_between_cpu_and_device(
@@ -154,6 +156,17 @@ def test_any_split_of_trained_experts_between_cpu_and_device(
     monkeypatch.setattr(compute, "max_kernel_rows", lambda dtype, backward: 64)
     check(BY_NAME[name], mode, tmp_path, steps=2, split=4)
     assert bool(formed) == (mode != "disk")
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
+def test_cpu_experts_with_another_activation_are_refused(tmp_path: Path) -> None:
+    plain = make_model(BY_NAME["nemotron_h"])
+    settings = overspill.Settings(cpu_experts=True)
+    with (
+        pytest.raises(ConfigError, match=r"the activation .* GELU, .*; leave out cpu_experts \("),
+        offloaded(plain, "host", tmp_path, settings),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -58,6 +58,7 @@ def check(made: Adapted, auto: str, folder: Path) -> None:
     [
         "mixtral",
         "gpt_oss",
+        "qwen3_vl_moe",
         pytest.param("nemotron_h", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         pytest.param("olmoe", marks=pytest.mark.slow),
@@ -184,3 +185,5 @@ def test_other_adapters_of_experts_are_refused(
     with pytest.raises((ConfigError, CheckpointError), match=message):
         overspill.merge(made.folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        LLM(made.folder, **SERVED)

@@ -62,6 +62,7 @@ class Split:
         unreadable: Collection[int] = (),
         policy: CpuPolicy | None = None,
         optimizer: Owing | None = None,
+        passes: int = 1,
     ) -> None:
         self.cursor = StepCursor(N, [0, 0])
         self.own = CpuSplit(
@@ -69,7 +70,7 @@ class Split:
             None if policy else COSTS,
             max_rows,
             lambda phase: max_rows_per_expert,
-            lambda layer: OnDevice(set(resident), set(uploaded)),
+            lambda layer: OnDevice(set(resident), set(uploaded), passes),
             lambda layer, position: position not in unreadable,
             policy,
             optimizer,
@@ -260,6 +261,12 @@ def test_few_rows_are_computed_as_one_wave() -> None:
     assert split.own.is_small(EIGHT, B)
     assert not split.own.is_small([1000, 1000, *[0] * 14], F)
     assert not Split(policy=all_on_cpu).own.is_small([1] * N, F), "nothing was measured"
+
+
+def test_an_upload_that_serves_several_passes_is_worth_more() -> None:
+    """In a stage, for the micro-batches that follow."""
+    once, twice, often = (Split(passes=passes).enter() for passes in (1, 2, 64))
+    assert len(once) > len(twice) > len(often) == 0
 
 
 # -- weight gradients ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from overspill.compute.cpu_kernel import GradientKind, WeightGradient, cpu_isa
 from overspill.core.errors import ConfigError, NonFiniteError
+from overspill.core.experts import Phase
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import CpuPolicy, Settings
 from overspill.moe.streaming import formed_gradients
@@ -176,6 +177,32 @@ def test_factors_become_gradients_where_others_are_added(
     assert_follows(run, plain_run(task))
     assert kinds == set(GradientKind)
     assert len(formed) > task.steps
+
+
+def test_forwards_know_what_the_cores_owe_to_the_optimizer(tmp_path: Path) -> None:
+    """Their own updates, or their share of all that are pending."""
+    gate, task = threading.Event(), SmallTask(frozen=(), clip=0.5)
+    gate.set()
+
+    def inject(kind: str) -> None:
+        if kind == "optimizer":
+            assert gate.wait(60)
+
+    settings = training(fixed_policy(), inject=inject)  # the CPU gets no experts
+    with traced(task, HOST[1], tmp_path, settings) as (model, engine):
+        optimizer = adamw(model, task)
+        train_step(model, optimizer, next(task.batches()))
+        engine.flush()
+        streaming: Any = engine._streaming.started
+        loss_of(model, task.tokens).backward()
+        gate.clear()
+        optimizer.step()
+        each = streaming.gradients.update_seconds
+        with streaming._store.lock:
+            seconds = [streaming.seconds(layer, Phase.FORWARD, False) / each for layer in range(3)]
+        gate.set()
+        optimizer.zero_grad()
+    assert seconds == [5, 7.5, 15]
 
 
 def test_bf16_is_as_near_to_float32_as_without_cpu_experts(tmp_path: Path) -> None:

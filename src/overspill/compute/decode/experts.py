@@ -14,8 +14,8 @@ from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.expert_groups import experts_of_several
 from overspill.compute.decode.host import Request, request_arguments, send_request
-from overspill.compute.decode.launch import after, early, power
-from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink
+from overspill.compute.decode.launch import after, early, let_next_begin, power, wait
+from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink, sum_expanded
 from overspill.compute.decode.packed_experts import packed_experts
 from overspill.compute.decode.packing import PackedRecords
 
@@ -48,16 +48,15 @@ def experts(
     kind = int(activation.function), activation.gated, bias, transposed, align
     flags = request_arguments(request, offsets_BK)
     low = low or LowRankRecords(base, None, None)
+    if packed is not None and batch < constants.SEVERAL:
+        own = int(activation.function), activation.gated, bias
+        return packed_experts(x_BD, weights_BK, offsets_BK, d_hidden, own, flags, packed, low)
     low_in = shrink(x_BD, low.memory, low.w_in, offsets_BK, flags)
     if low_in.factors is not None:  # it has sent the request
         flags = request_arguments(None, offsets_BK)
     if batch >= constants.SEVERAL:
         args = x_BD, weights_BK, offsets_BK, base, hidden, sizes, kind, flags, packed, low_in, low
         return experts_of_several(*args)
-    if packed is not None:
-        own = int(activation.function), activation.gated, bias
-        parts = packed, low_in, low
-        return packed_experts(x_BD, weights_BK, offsets_BK, d_hidden, own, flags, *parts)
     rows, block, warps = constants.EXPERT_IN_TILE
     block = min(block, power(width))
     if transposed:  # rows of the result are adjacent in memory
@@ -87,10 +86,13 @@ def _expert_in_kernel(
     REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1)
-    after(EARLY)
+    if LOW is None:
+        after(EARLY)
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
     offset = tl.load(offsets + pair)
     if offset == -(1 << 62):
+        if LOW is not None:
+            wait(EARLY)
         return
     record = base + tl.multiple_of(offset, ALIGN)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -98,11 +100,6 @@ def _expert_in_kernel(
     gate, up = rows, rows + hidden
     if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
-    if LOW is not None:  # first: what it reads is on its way while weights are multiplied
-        low_g = tl.sum(expand(low, offset, shrunk + pair * LOW.padded, gate, there, LOW), 1)
-        low_u = low_g
-        if GATED:
-            low_u = tl.sum(expand(low, offset, shrunk + pair * LOW.padded, up, there, LOW), 1)
     token = x + pair // top_k * width
     first = tl.zeros((ROWS, BLOCK), tl.float32)
     second = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -122,8 +119,12 @@ def _expert_in_kernel(
             second += tl.load(record + at, mask=mask, other=0.0).to(tl.float32) * value
     g, u = tl.sum(first, 1), tl.sum(second, 1)
     if LOW is not None:
-        g += low_g
-        u += low_u
+        wait(EARLY)
+        let_next_begin(EARLY)
+        own = shrunk + pair * LOW.padded
+        g += tl.sum(expand(low, offset, own, gate, there, LOW), 1)
+        if GATED:
+            u += tl.sum(expand(low, offset, own, up, there, LOW), 1)
     biases = record + n_in * width + width * hidden
     kind = out.dtype.element_ty
     if BIAS:
@@ -143,12 +144,10 @@ def _expert_out_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = rows < width
     batch = tl.program_id(1)
-    after(EARLY)
+    if LOW is None:
+        after(EARLY)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     bias = tl.zeros((ROWS,), tl.float32)
-    if LOW is not None:
-        LANES: tl.constexpr = LOW.lanes
-        terms = tl.zeros((ROWS, LANES), tl.float32)
     for k in tl.static_range(TOP_K):
         pair = batch * TOP_K + k
         offset = tl.load(offsets + pair)
@@ -168,12 +167,13 @@ def _expert_out_kernel(
             own_bias = record + width * HIDDEN + n_in
             b = tl.load(own_bias + rows, mask=there & here, other=0.0)
             bias += b.to(tl.float32) * share
-        if LOW is not None:
-            own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
-            terms += tl.where(here, own, 0.0) * share
     result = tl.sum(total, 1)
     if BIAS:
         result += bias
     if LOW is not None:
-        result += tl.sum(terms, 1)
+        wait(EARLY)
+        let_next_begin(EARLY)
+        result += sum_expanded(
+            low, offsets, weights, shrunk, batch * TOP_K, rows, there, TOP_K, ROWS, LOW
+        )
     tl.store(out + batch * width + rows, result, mask=there)

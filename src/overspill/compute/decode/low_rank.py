@@ -5,7 +5,8 @@
 """Low-rank parts of experts in a decoding step: B @ (A @ x) is added to products of the weights.
 
 A kernel of its own computes A @ x of each pair of a token and an expert; the kernels that multiply
-the weights multiply B, which is short, and add it to their sums.
+the weights multiply B, which is short, and add it to their sums. It waits for the kernel before it,
+so those of one token begin at once, and wait for it where they multiply B.
 """
 
 from typing import NamedTuple
@@ -133,14 +134,32 @@ def low_rank_of(low, offset, LOW: tl.constexpr):
 
 @triton.jit
 def expand(low, offset, shrunk, rows, there, LOW: tl.constexpr):
-    """Terms of rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`: their sums over
-    columns."""
+    """Terms of rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`: of each rank."""
     ranks = tl.arange(0, LOW.lanes)
     inside = ranks < LOW.rank
     at = low_rank_of(low, offset, LOW) + LOW.b + rows[:, None] * LOW.padded + ranks[None, :]
     b = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
     value = tl.load(shrunk + ranks, mask=inside, other=0.0)
     return b.to(tl.float32) * value[None, :]
+
+
+@triton.jit
+def sum_expanded(
+    low, offsets, weights, shrunk, first, rows, there, TOP_K: tl.constexpr, ROWS: tl.constexpr,
+    LOW: tl.constexpr,
+):  # fmt: skip
+    """Rows of the weighted sum of B @ (A @ x) over the experts of a token, whose pairs are those
+    from `first` on."""
+    LANES: tl.constexpr = LOW.lanes
+    terms = tl.zeros((ROWS, LANES), tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = first + k
+        offset = tl.load(offsets + pair)
+        here = offset != -(1 << 62)
+        share = tl.load(weights + pair, mask=here, other=0.0)
+        own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
+        terms += tl.where(here, own, 0.0) * share
+    return tl.sum(terms, 1)
 
 
 @triton.jit

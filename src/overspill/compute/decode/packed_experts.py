@@ -27,7 +27,7 @@ from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
-from overspill.compute.decode.low_rank import LowRankPart, LowRankRecords, expand, shrink
+from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink, sum_expanded
 from overspill.compute.decode.packing import (
     PackedRecords,
     at_record,
@@ -46,7 +46,6 @@ def packed_experts(
     kind: tuple[int, bool, bool],
     flags: RequestArguments,
     packed: PackedRecords,
-    low_in: LowRankPart,
     low: LowRankRecords,
 ) -> Tensor:
     """`kind` is the function, and whether experts are gated and have biases."""
@@ -58,6 +57,8 @@ def packed_experts(
         x_BD, inputs, *flags.values, width, packing.gate, block, *flags.constants, num_warps=4,
         **early(device),
     )  # fmt: skip
+    none = request_arguments(None, offsets_BK)
+    low_in = shrink(x_BD, low.memory, low.w_in, offsets_BK, none)
     hidden = torch.empty(batch * top_k, d_hidden, dtype=torch.float32, device=device)
     tile = constants.PACKED_IN_TILE
     block = min(tile.block, power(width * packing.gate.bits // 32))
@@ -66,7 +67,6 @@ def packed_experts(
         low_in.factors, tile.rows, block, num_warps=tile.warps,
         maxnreg=constants.PACKED_REGISTERS, **early(device),
     )  # fmt: skip
-    none = request_arguments(None, offsets_BK)
     low_out = shrink(hidden, low.memory, low.w_out, offsets_BK, none, packing.out, scaled=True)
     out = torch.empty(batch, width, dtype=torch.float32, device=device)
     tile = constants.PACKED_OUT_TILE
@@ -112,12 +112,14 @@ def _packed_in_kernel(
     g, u = _gates_and_up(
         inputs + pair // top_k * GATE.columns, codes, scales, zeros, factors,
         offset, rows * PACKING.gate_step, rows * PACKING.gate_step + PACKING.up, there, GATE, UP,
-        GATED, ROWS, BLOCK, EARLY,
+        GATED, ROWS, BLOCK, EARLY and LOW is None,
     )  # fmt: skip
     gate, up = rows, rows + hidden
     if FUNCTION == CLAMPED:
         gate, up = 2 * rows, 2 * rows + 1
     if LOW is not None:
+        wait(EARLY)
+        let_next_begin(EARLY)
         own = shrunk + pair * LOW.padded
         g += tl.sum(expand(low, offset, own, gate, there, LOW), 1)
         if GATED:
@@ -210,26 +212,23 @@ def _packed_out_kernel(
     batch = tl.program_id(1)
     result = _weighted_sum(
         inputs, codes, scales, zeros, factors, offsets, weights, batch * TOP_K, rows, there, TOP_K,
-        OUT, ROWS, BLOCK, EARLY,
+        OUT, ROWS, BLOCK, EARLY and LOW is None,
     )  # fmt: skip
-    if LOW is not None:
-        LANES: tl.constexpr = LOW.lanes
-        terms = tl.zeros((ROWS, LANES), tl.float32)
-    if BIAS or LOW is not None:
+    if BIAS:
         for k in tl.static_range(TOP_K):
             pair = batch * TOP_K + k
             offset = tl.load(offsets + pair)
             here = offset != -(1 << 62)
             share = tl.load(weights + pair, mask=here, other=0.0)
-            if BIAS:
-                own_bias = at_record(biases, offset) + PACKING.b_out
-                b = tl.load(own_bias + rows, mask=there & here, other=0.0)
-                result += b.to(tl.float32) * share
-            if LOW is not None:
-                own = expand(low, offset, shrunk + pair * LOW.padded, rows, there & here, LOW)
-                terms += tl.where(here, own, 0.0) * share
+            own_bias = at_record(biases, offset) + PACKING.b_out
+            b = tl.load(own_bias + rows, mask=there & here, other=0.0)
+            result += b.to(tl.float32) * share
     if LOW is not None:
-        result += tl.sum(terms, 1)
+        wait(EARLY)
+        let_next_begin(EARLY)
+        result += sum_expanded(
+            low, offsets, weights, shrunk, batch * TOP_K, rows, there, TOP_K, ROWS, LOW
+        )
     tl.store(out + batch * width + rows, result, mask=there)
 
 

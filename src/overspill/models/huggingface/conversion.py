@@ -5,7 +5,7 @@ has rules for each family: renamings, and converters that make a tensor of the m
 tensors of a checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,3 +94,43 @@ def renamer(model: Any, extra: set[str]) -> tuple[Renamer, Mapping[str, Any]]:
         return [(target.replace(first, name), pattern) for name in (first, *others)]
 
     return rename, by_pattern
+
+
+def reverted(
+    model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Experts' tensors of a model with the names and layout of the original checkpoint;
+    `conversions` are those of `model_conversions`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stand_in: Any = _WithExperts(model, conversions, tensors)
+    made: dict[str, Tensor] = revert_weight_conversion(stand_in, tensors)
+    return made
+
+
+class _WithExperts:
+    """A model that has its conversions, and the experts' parameters for converters that read their
+    shapes."""
+
+    def __init__(self, model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]) -> None:
+        self._model, self._tensors = model, tensors
+        self._weight_conversions = conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def model_conversions(model: Any) -> Sequence[Any]:
+    """Return the conversions for `revert_weight_conversion`. For a model that was not loaded, it
+    would collect them again in each call: half of the time of saving small experts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    found: Sequence[Any] | None = getattr(model, "_weight_conversions", None)
+    if found is None:
+        default = get_model_conversion_mapping(model, add_legacy=False)
+        found = [each for each in default if not isinstance(each, PrefixChange)]
+    return found

@@ -17,13 +17,13 @@ from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory, usable_cores
 from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer
+from overspill.models.huggingface.conversion import model_conversions
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.load import InitialExperts, random_dense
 from overspill.models.huggingface.merge import TOKENIZER_FILES
 from overspill.models.huggingface.shards import (
     LayerTensors,
     cut,
-    model_conversions,
     write_index,
     write_shards,
 )

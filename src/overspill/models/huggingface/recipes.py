@@ -10,7 +10,12 @@ from torch import Tensor
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
-from overspill.models.huggingface.conversion import Sources, renamer
+from overspill.models.huggingface.conversion import (
+    Sources,
+    model_conversions,
+    renamer,
+    reverted,
+)
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.lora import LoraTensors
 from overspill.models.huggingface.packed.tensor import PackedTensor
@@ -223,13 +228,37 @@ class Recipes:
     def check_mergeable(self) -> None:
         """Raises if changed experts cannot be written in the layout of the checkpoint."""
         assert self._lora is not None
-        for name, sources in self._sources.items():
-            if name in self._lora.stacks and not (sources.converter is None or sources.merges):
-                raise ConfigError(
-                    f"{self.folder.folder} stores {name} in another layout than the model, which "
-                    "overspill.merge does not support; load it with the adapter, and save that: "
-                    "overspill.save(overspill.load(base, adapter=adapter, train=False), out)"
-                )
+        for layer in self.layers:
+            for place in layer.places(0):
+                name = f"{layer.path}.{place.name}"
+                if name in self._lora.stacks and not self._can_revert(layer, place, name):
+                    raise ConfigError(
+                        f"{self.folder.folder} stores {name} in another layout than the model, "
+                        "which overspill.merge does not support; load it with the adapter, and "
+                        "save that: "
+                        "overspill.save(overspill.load(base, adapter=adapter, train=False), out)"
+                    )
+
+    def _can_revert(self, layer: HuggingFaceExperts, place: Place, name: str) -> bool:
+        """Whether changed experts of a stack can take their place in the checkpoint: if the
+        family's own code makes them of another stack, it must be reversible."""
+        sources = self._sources[name]
+        if sources.converter is None or sources.merges:
+            return True
+        keys = [key for keys in sources.keys.values() for key in keys]
+        spec = self.folder.specs[keys[0]]
+        if len(keys) != 1 or place.expert is None or spec.shape[0] != layer.n_experts:
+            return False
+        number = [each.name for each in layer.places(0)].index(place.name)
+        part = torch.empty(layer.shape.sizes[number], dtype=spec.dtype)
+        self._read(name, place, part)
+        stored = self._read_new(spec.dtype, (1, *spec.shape[1:]), keys[0], 0)
+        back = reverted(self.model, self._conversions, {name: part[None]})
+        return back.keys() == {*keys} and torch.equal(back[keys[0]], stored)
+
+    @functools.cached_property
+    def _conversions(self) -> Sequence[Any]:
+        return model_conversions(self.model)
 
     def changed(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the checkpoint with stacked experts that the adapter changes, one at a
@@ -243,6 +272,8 @@ class Recipes:
                 sources = self._sources[name]
                 if sources.converter is None:
                     yield from self._changed_stack(name, wanted)
+                elif not sources.merges:
+                    yield from self._changed_converted(layer, number, name, wanted)
                 else:
                     size = layer.shape.sizes[number]
                     for expert in range(layer.n_experts):
@@ -259,6 +290,23 @@ class Recipes:
             for expert, part in enumerate(stack):
                 self._lora.change_expert(name, expert, part, functools.partial(_copy, part))
             yield key, stack
+
+    def _changed_converted(
+        self, layer: HuggingFaceExperts, number: int, name: str, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, Tensor]]:
+        assert self._lora is not None
+        ((key,),) = self._sources[name].keys.values()
+        spec = self.folder.specs[key]
+        if not wanted(key):
+            return
+        stack = torch.empty(spec.shape, dtype=spec.dtype)
+        part = torch.empty(layer.shape.sizes[number], dtype=torch.float32)
+        for expert in range(layer.n_experts):
+            read = functools.partial(self._read, name, layer.places(expert)[number])
+            self._lora.change_expert(name, expert, part, read)
+            back = reverted(self.model, self._conversions, {name: part[None]})
+            stack[expert] = back[key][0]
+        yield key, stack
 
     def _changed_parts(
         self, name: str, expert: int, size: tuple[int, ...], wanted: Callable[[str], bool]

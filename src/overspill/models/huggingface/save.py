@@ -16,6 +16,7 @@ from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size, parse_size
 from overspill.hardware.machine import disk_free
 from overspill.models.huggingface.checks import INDEX, SINGLE
+from overspill.models.huggingface.conversion import model_conversions
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.packed.config import MODELOPT
 from overspill.models.huggingface.pregates import FILE as PREGATES
@@ -23,7 +24,6 @@ from overspill.models.huggingface.shards import (
     METADATA,
     LayerTensors,
     cut,
-    model_conversions,
     write_index,
     write_shards,
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.checks import INDEX, SINGLE
+from overspill.models.huggingface.conversion import reverted
 from overspill.moe.state_dict import Place, Places, split_record, tensor_sizes
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.transfer.requests import run_all
@@ -75,40 +76,7 @@ class LayerTensors:
                 yield key, place.expert * value.numel(), value
 
     def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors with the names and layout of the original checkpoint."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        stand_in: Any = _WithExperts(self.model, self.conversions, tensors)
-        made: dict[str, Tensor] = revert_weight_conversion(stand_in, tensors)
-        return made
-
-
-class _WithExperts:
-    """A model that has its conversions, and the experts' parameters for converters that read their
-    shapes."""
-
-    def __init__(self, model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]) -> None:
-        self._model, self._tensors = model, tensors
-        self._weight_conversions = conversions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-
-def model_conversions(model: Any) -> Sequence[Any]:
-    """Return the conversions for `revert_weight_conversion`. For a model that was not loaded, it
-    would collect them again in each call: half of the time of saving small experts."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    found: Sequence[Any] | None = getattr(model, "_weight_conversions", None)
-    if found is None:
-        default = get_model_conversion_mapping(model, add_legacy=False)
-        found = [each for each in default if not isinstance(each, PrefixChange)]
-    return found
+        return reverted(self.model, self.conversions, tensors)
 
 
 def write_index(folder: Path, shards: Sequence[dict[str, TensorSpec]], stem: str) -> list[str]:

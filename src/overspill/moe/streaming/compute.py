@@ -120,7 +120,8 @@ class StreamingCompute(ExpertCompute):
 
     def _on_device(self, layer: int) -> OnDevice:
         """Experts of a layer that are on the device or on their way."""
-        found = OnDevice(set(range(self._store.homes[layer])), set())
+        passes = self.cursor.stage_passes(layer, self.plan.fits)
+        found = OnDevice(set(range(self._store.homes[layer])), set(), passes)
         for position, slot in self.plan.slots(layer).items():
             if self.uploader.is_issued(self._store.at(layer, position), slot):
                 used = self.uploader.was_used(slot)

@@ -33,6 +33,8 @@ class OnDevice(NamedTuple):
 
     resident: set[int]  # from an earlier pass: they need no upload
     uploaded: set[int]  # uploaded for the next pass
+    passes: int = 1
+    """Passes through the layer, from the current or next one on, in which the device keeps them."""
 
 
 class RowLimits(NamedTuple):
@@ -156,6 +158,9 @@ class CpuSplit:
                     max_rows -= counts[position]
             return frozenset(chosen)
         costs = self._costs_of(layer, kind)
+        if present.passes > 1:  # in a stage; a pass has its share of an upload
+            load, beside = costs.load / present.passes, costs.load_beside / present.passes
+            costs = replace(costs, load=load, load_beside=beside)
         # an expert with too many rows for the CPU's kernel counts as uploaded
         fixed = present.uploaded | {p for p, count in enumerate(counts) if count > limit}
         best = split(counts, present.resident, costs, max_rows, fixed)

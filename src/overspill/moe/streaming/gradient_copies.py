@@ -77,6 +77,10 @@ class GradientCopies:
     def update_seconds(self) -> float:
         return 0.0 if self._updates is None else self._updates.seconds
 
+    @property
+    def pending_updates(self) -> int:
+        return 0 if self._updates is None else self._updates.pending
+
     def waiting(self) -> list[tuple[Entry, Part]]:
         """Under the lock: the expert whose gradient waits for a host slot, then experts whose
         update waits for parts on disk."""

@@ -172,6 +172,11 @@ class StreamingGradients:
         """How long all cores take for the update of one expert, as measured."""
         return self._copies.update_seconds
 
+    @property
+    def pending_updates(self) -> int:
+        """Experts with updates that have not ended, under the lock."""
+        return self._copies.pending_updates
+
     def place(
         self, layer: int, rows: Mapping[int, int], updates: bool, more: bool
     ) -> dict[int, WeightGradient]:

@@ -1,6 +1,6 @@
 """Where the step is and which experts come next."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from overspill.core.experts import Phase
 from overspill.moe.streaming.expected_counts import CountSource, ExpectedCounts
@@ -37,6 +37,16 @@ class StepCursor:
     def follow_stage(self, visit: StageVisit | None) -> None:
         """The next passes are those of a micro-batch in a stage."""
         self._visit = visit
+
+    def stage_passes(self, layer: int, fits: Callable[[range], bool]) -> int:
+        """Passes through a layer, from the current or next one on, for which the device keeps its
+        experts: 1, or in a stage that `fits` there those of the micro-batches that follow."""
+        visit = self._visit
+        if visit is None or not visit.first <= layer < visit.stop:
+            return 1
+        if not fits(range(visit.first, visit.stop)):
+            return 1
+        return visit.passes(self.next_phase(layer))
 
     def announce(self, layer: int, counts: Sequence[int]) -> None:
         """The token rows of each expert in the next forward through a layer."""

@@ -90,12 +90,14 @@ class Streaming:
         return self.gradients.row_limits(self._updates_at_once())
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
-        """In forward, pending updates of the layer; in backward those that follow from it."""
+        """In forward, pending updates of the layer, or its share of all: this and later passes wait
+        for them. In backward those that follow from it."""
         if self.gradients is None:
             return 0.0
-        number = 0
+        number = 0.0
         if phase is Phase.FORWARD:
-            number = sum(entry.stale for entry in self._store.streamed(layer))
+            own = sum(entry.stale for entry in self._store.streamed(layer))
+            number = max(own, self.gradients.pending_updates / (self._store.n_layers - layer))
         elif need_dw and self._updates_at_once():
             number = len(self._store.streamed(layer))
         return number * self.gradients.update_seconds
