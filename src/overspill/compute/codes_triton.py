@@ -7,7 +7,7 @@
 A kernel gets one view of the records for each type of the planes. Codes of 4 and 8 bits are decoded
 by integer operations: the bits of e2m1 and e4m3 are placed in those of a float32, whose exponent a
 product with a power of two corrects, exactly, subnormal codes too. K-quants of GGUF are integers of
-four bits and of one or two from another plane, whose groups may have minimums, which are subtracted.
+four bits and of one or two from another plane; minimums may be subtracted from groups of weights.
 """
 
 import math

@@ -108,7 +108,7 @@ def test_types_of_gguf_may_differ_by_layer(
         monkeypatch.setattr(constants, tile, constants.Tile(128, 16, 4))
     case = gguf.CASES["qwen3moe-k"]
     case = dataclasses.replace(case, config=case.config | {"num_hidden_layers": 2})
-    family, eager = gguf.make_case(case, tmp_path / "model.gguf", choose)
+    _, eager = gguf.make_case(case, tmp_path / "model.gguf", choose)
     model = gguf.load(tmp_path / "model.gguf", packed=True)
     model.overspill.set_homes([1, 0])
     made = Decoding(eager, model, PROMPTS[:1], 1)

@@ -298,7 +298,8 @@ def _weights(
         weight_of_word(w, h, z, s, 0, MATRIX, KIND), weight_of_word(w, h, z, s, HALF, MATRIX, KIND)
     )
     odd = tl.join(
-        weight_of_word(w, h, z, s, 1, MATRIX, KIND), weight_of_word(w, h, z, s, HALF + 1, MATRIX, KIND)
+        weight_of_word(w, h, z, s, 1, MATRIX, KIND),
+        weight_of_word(w, h, z, s, HALF + 1, MATRIX, KIND),
     )
     if each == 8:
         two = tl.join(
