@@ -223,6 +223,5 @@ def assert_follows(ranks: list[Result], want: Result, copies: int = 1) -> None:
 
 def assert_close(tensors: list[Tensor], expected: list[Tensor], name: str) -> None:
     for got, want in zip(tensors, expected, strict=True):
-        # Adam makes steps of one size: of a small gradient, rounding is a larger part
-        atol = 2e-5 * float(want.abs().max())
+        atol = 1e-5 * float(want.abs().max())
         torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, msg=name)
