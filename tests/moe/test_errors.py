@@ -70,7 +70,7 @@ def test_a_budget_that_is_too_small_names_flag_and_fix(
     [
         ({"gpu_memory": "lots"}, "--gpu-memory='lots' is not a size"),
         ({"host_memory": 0}, "--host-memory=0 must be more than zero"),
-        ({"mode": "hots"}, "mode='hots' is not one of auto, gpu, host, disk"),
+        ({"mode": "hots"}, "mode='hots' must be one of 'auto', 'gpu', 'host', 'disk'"),
         ({"device": "cuda"}, "use device='cpu'"),
     ],
     ids=str,

@@ -40,6 +40,7 @@ def test_an_expert_is_measured_without_a_gpu(dtype: torch.dtype, threads: int) -
     [
         ExpertShape(3, 3, gated=True),
         ExpertShape(1, 1, gated=False),
+        ExpertShape(24, 40, gated=True, bias=True, transposed=True),
     ],
 )
 def test_tiny_experts_are_measured(shape: ExpertShape) -> None:
@@ -47,9 +48,8 @@ def test_tiny_experts_are_measured(shape: ExpertShape) -> None:
 
 
 def test_experts_that_the_cpu_cannot_compute_are_refused() -> None:
-    shape = ExpertShape(24, 40, gated=True, bias=True, transposed=True)
-    with pytest.raises(ConfigError, match="cannot compute such experts: transposed weights"):
-        measure_expert(shape, torch.bfloat16, CPU, 1)
+    with pytest.raises(ConfigError, match=r"cannot compute such experts: torch\.float16"):
+        measure_expert(ExpertShape(24, 40, gated=True), torch.float16, CPU, 1)
 
 
 def test_an_expert_larger_than_the_memory_for_it_is_measured_by_itself(
