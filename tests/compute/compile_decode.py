@@ -153,7 +153,7 @@ CASES += [
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
 TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-TILE = {"ROWS": 4, "BLOCK": 512}
+IN_TILE, OUT_TILE = {"ROWS": 2, "BLOCK": 128}, {"ROWS": 2, "BLOCK": 256}
 WIDE_INPUTS = {"inputs": "*fp32", "out": "*fp32"}
 ARRANGE = {"BLOCK": 512, "REQUEST": 4, "ON_GPU": True}
 for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
@@ -173,8 +173,8 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
     ]
     w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
     CASES += [
-        ("_packed_in_kernel", into | TILE | {"GATED": True}, w_in | WIDE_INPUTS),
-        ("_packed_out_kernel", own | TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
+        ("_packed_in_kernel", into | IN_TILE | {"GATED": True}, w_in | WIDE_INPUTS),
+        ("_packed_out_kernel", own | OUT_TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
     ]
     scaled = SHRINK | {"MATRIX": packed.packing.out, "SCALED": True}
     CASES.append(("_shrink_kernel", scaled, FLAGS | {"out": "*fp32", "x": "*fp32"}))
