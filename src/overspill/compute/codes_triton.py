@@ -252,10 +252,10 @@ def weight_of_word(
     once, with few operations on integers. It lacks `lacking_factor`."""
     if MATRIX.code == _E2M1:
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
-        value = bits.to(tl.float32, bitcast=True) * (scale * 5.070602400912918e30)  # 2**102
+        value = bits.to(tl.float32, bitcast=True) * (scale * 18446744073709551616.0)  # 2**64
     elif MATRIX.code == _E4M3:
         bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
-        value = bits.to(tl.float32, bitcast=True) * (scale * 7.922816251426434e28)  # 2**96
+        value = bits.to(tl.float32, bitcast=True) * (scale * 1152921504606846976.0)  # 2**60
     elif MATRIX.code == _IQ4_NL:
         value = value_of_iq4_nl(word, PLACE, MATRIX) * scale
     else:
@@ -304,10 +304,13 @@ def value_of_iq4_nl(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 @triton.jit
 def lacking_factor(MATRIX: tl.constexpr):
-    """What products with weights of `weight_of_word` lack: with all of it, the factor of a code
-    could be larger than float32 can be."""
-    if MATRIX.code == _E2M1 or MATRIX.code == _E4M3:
-        return 16777216.0  # 2**24
+    """What products with weights of `weight_of_word` lack, about half of the factor of a code: with
+    all of it, or with none, weights of large or small scales could not be float32. Scales from
+    2**-57 to 2**63 are exact."""
+    if MATRIX.code == _E2M1:
+        return 4611686018427387904.0  # 2**62
+    elif MATRIX.code == _E4M3:
+        return 1152921504606846976.0  # 2**60
     else:
         return 1.0
 

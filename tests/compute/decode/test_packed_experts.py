@@ -93,3 +93,30 @@ def test_experts_without_gate_can_be_packed(
 ) -> None:
     read(how, monkeypatch)
     check("nvfp4", ExpertShape(32, 48, gated=False), Function.RELU, FP32, device, split=False)
+
+
+@every_device
+@pytest.mark.parametrize(("name", "power"), [("mxfp4", 56), ("mxfp8", 56), ("mxfp8", -48)])
+def test_large_and_small_scales_count(
+    name: str, power: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from overspill.compute.decode.experts import experts
+    from overspill.compute.decode.packing import packed_records
+
+    read("once for all tokens", monkeypatch)
+    torch.manual_seed(0)
+    shape = ExpertShape(64, 32, gated=False)
+    packed = make_experts(name, shape, 1, split=False)
+    for piece in packed.format.pieces:
+        piece.stored["scales"].of(packed.records[0]).add_(power)
+    x = random(2, shape.d_model) * 2.0**-power
+    expected = torch.stack(
+        [expert(row, packed.plain[0].double() * 2.0**power, shape, Function.RELU) for row in x]
+    )
+    records, form = packed.records.to(device), Form(Function.RELU, False)
+    base = torch.empty(64, dtype=torch.uint8, device=device)
+    offsets = torch.full((2, 1), records.data_ptr() - base.data_ptr(), device=device)
+    x, weights = x.to(device), torch.ones(2, 1, device=device)
+    own = packed_records(packed.format, form, base)
+    out = experts(x, weights, offsets, base, shape.d_hidden, form, False, False, packed=own)
+    assert_near(out.cpu(), expected, FP32, roundings=3)

@@ -22,8 +22,9 @@ class Migration:
         self._regions: dict[tuple[int, int], Region] = {}  # by their size and number
         on_gpu = engine.device.type == "cuda"
         self._stream = own_stream(engine.device, "migration") if on_gpu else None
-        # of this step: where the experts of a layer are, once the event has passed
-        self._begun: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+        # of this step: where the experts of a layer are, once the event has passed; until then the
+        # memory of their ids is not used for anything else
+        self._begun: dict[int, tuple[Tensor, torch.cuda.Event | None, Tensor]] = {}
         every = torch.arange(engine.n_experts, dtype=torch.int32, device=engine.device)
         self._all = every[:, None]
         self._real = torch.ones(engine.n_experts, dtype=torch.int64, device=engine.device)
@@ -36,7 +37,7 @@ class Migration:
         tables = self._table.offsets[layer], self._table.pinned[layer], self._table.base
         if self._stream is None:
             migrate(region, ids_BK, real_B, *tables)
-            self._begun[layer] = region.table_E, None
+            self._begun[layer] = region.table_E, None, ids_BK
             return
         # what used this region before is on the current stream
         self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
@@ -44,7 +45,7 @@ class Migration:
             migrate(region, ids_BK, real_B, *tables)
             end = torch.cuda.Event()
             end.record()
-        self._begun[layer] = region.table_E, end
+        self._begun[layer] = region.table_E, end, ids_BK
 
     def _region(self, layer: int, n_slots: int) -> Region:
         key = n_slots, layer % self._depth
@@ -61,7 +62,7 @@ class Migration:
         found = self._begun.pop(layer, None)
         if found is None:
             return None
-        table, end = found
+        table, end, _ = found
         if end is not None:
             torch.cuda.current_stream(self._engine.device).wait_event(end)
         return table
