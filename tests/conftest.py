@@ -16,6 +16,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy
 import pytest
+import torch
+
+# Without a GPU, Triton kernels run in its interpreter, which it chooses when it is imported: by
+# the conftest.py of another folder, it may be, before pytest is configured.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.fork_server import fork_server
 from tests.workers import (  # noqa: F401
@@ -32,18 +38,14 @@ _COMPILING = pytest.StashKey[list[threading.Thread]]()
 
 @pytest.hookimpl(tryfirst=True)  # an option may name another profile of Hypothesis
 def pytest_configure(config: pytest.Config) -> None:
-    import torch
-
     # Tests kill processes, not machines: what a process has written outlives it.
     os.fsync = lambda descriptor: None
 
     # Tiny tensors gain nothing from threads: on busy cores two took five times as long as one.
     torch.set_num_threads(1)
 
-    # Without a GPU, Triton kernels run in its interpreter, which it chooses when it is imported.
     if not torch.cuda.is_available():
         _seed_no_gpus()
-        os.environ["TRITON_INTERPRET"] = "1"
         with contextlib.suppress(ModuleNotFoundError):
             from tests.triton_interpreter import remember_lookups
 
@@ -71,8 +73,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _seed_no_gpus() -> None:
     """`torch.manual_seed` notes the stack for devices that may be used later: 3 ms of each test."""
-    import torch
-
     for devices in (torch.cuda, torch.xpu):
         devices.manual_seed_all = lambda seed: None
 
@@ -146,8 +146,6 @@ def pytest_runtest_teardown(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import torch
-
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here")
@@ -171,16 +169,12 @@ def measured_roughly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def _has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
     """Every test starts from the same random state; ask for `seed` to derive more from it."""
-    import torch
-
     value = 1234
     random.seed(value)
     numpy.random.seed(value)

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["forks"]
 
-# Imports are in the fixtures: `pytest tests/server` reads this file before tests/conftest.py has
-# chosen Triton's interpreter.
-
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:

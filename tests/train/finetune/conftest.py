@@ -4,9 +4,6 @@ from pathlib import Path
 
 import pytest
 
-# Imported when needed: pytest reads this file before it configures itself if the command names this
-# folder, and Triton, once imported, would not use its interpreter.
-
 
 @pytest.fixture(scope="session")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:

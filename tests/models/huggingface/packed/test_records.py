@@ -26,6 +26,8 @@ SLOW = "mxfp8", "fp8-tensor", "nvfp4-compressed", "int4", "int4-channel"  # read
 def test_packed_experts_are_the_unpacked_ones(
     name: str, pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Experts with few token rows are not unpacked: the products are summed in another order, and
+    compared with float64 they are as exact."""
     monkeypatch.setattr(unpacking, "_BUFFER", {"cpu": 1 << 15})  # one or two experts at once
     pair, mode = pairs[name], list(MODES)[list(CASES).index(name) % len(MODES)]
     made, states = [], []
@@ -36,13 +38,18 @@ def test_packed_experts_are_the_unpacked_ones(
         assert (engine.layout.format is not None) == packed
         if packed:
             assert engine.layout.format.nbytes < plain_bytes / 3
-        made.append(outputs(model, make_batch(pair.family, model)))
+        batch = make_batch(pair.family, model)
+        made.append(outputs(model, batch))
         states.append({key: value + 0 for key, value in model.state_dict().items()})
         if packed:
             overspill.save(model, tmp_path / "saved")
         engine.check_conserved()
         engine.close()
-    torch.testing.assert_close(made[0], made[1], rtol=1e-5, atol=1e-6)
+    exact = outputs(again(pair.family, pair.plain).double(), batch)
+    packed_error, plain_error = (each.double() - exact for each in made)
+    assert packed_error.norm() <= 1.25 * plain_error.norm()
+    assert packed_error.abs().max() <= 2 * plain_error.abs().max()
+    assert plain_error.abs().max() <= 2e-6 * exact.abs().max()
     assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
     saved, plain = tensors(tmp_path / "saved"), tensors(pair.plain)
     assert all(torch.equal(saved[key], value) for key, value in plain.items())
