@@ -72,12 +72,12 @@ def steps(model: GPTMoE, optimizer: torch.optim.Optimizer, batch: int) -> Iterat
         yield loss.detach()
 
 
-def limit(at_home: float, tokens: int) -> float:
+def limit(resident: float, tokens: int) -> float:
     """Tokens a second of the slower one of GPU and link, if all else were free: no weight gradients
     of frozen parameters; each expert that is not on the GPU is uploaded twice."""
     experts = W2.expert_params
     active = W2.total_params - experts + experts * W2.top_k // W2.n_experts
-    return tokens / max(6 * active * tokens / MATRIX, 4 * experts * (1 - at_home) / PCIE)
+    return tokens / max(6 * active * tokens / MATRIX, 4 * experts * (1 - resident) / PCIE)
 
 
 def label(share: float) -> str:

@@ -83,9 +83,9 @@ def measure(
     """`size` requests at once; copies of experts leave `slots` by `policy`."""
     engine = model.overspill
     on_gpu = mode == GPU_ONLY
-    homes = [engine.n_experts if on_gpu else 0] * engine.n_layers
-    if engine.homes != homes:
-        engine.set_homes(homes)
+    residents = [engine.n_experts if on_gpu else 0] * engine.n_layers
+    if engine.residents != residents:
+        engine.set_residents(residents)
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -307,7 +307,7 @@ def run_ssd(args: argparse.Namespace) -> None:
 def run_timeline(args: argparse.Namespace) -> None:
     """Two tokens: experts of later blocks are copied, or loaded by the CPU, meanwhile."""
     model = build(switch(64))
-    model.overspill.set_homes([0] * model.overspill.n_layers)
+    model.overspill.set_residents([0] * model.overspill.n_layers)
     for mode, name in ((COPIED, "copied"), ("pre-gated", "cpu")):
         with overspill.LLM(model, context=512, slots=0, **flags_of(mode)) as llm:
             spans = record_tokens(llm, 1, 40)

@@ -44,7 +44,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
             engine.memory.limit(gib << 30)
             fits = needed <= _FILLED * (gib << 30)
             if fits:
-                engine.set_homes([engine.n_experts] * engine.n_layers)
+                engine.set_residents([engine.n_experts] * engine.n_layers)
             with (
                 overspill.LLM(model, context=512, max_batch=1) as llm,
                 _routing(model, args.routing),

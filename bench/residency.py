@@ -65,7 +65,7 @@ class Measured:
     """The timed steps of one round, and how many experts of each layer lived on the GPU."""
 
     run: Run
-    homes: list[int]
+    residents: list[int]
     settled: bool
 
 
@@ -74,9 +74,9 @@ def settle(engine: Engine, run: Iterator[torch.Tensor], unchanged: int) -> bool:
     whether that was reached."""
     count = 0
     for _ in range(MOST_STEPS):
-        before = sum(engine.homes)
+        before = sum(engine.residents)
         next(run)
-        count = count + 1 if sum(engine.homes) == before else 0
+        count = count + 1 if sum(engine.residents) == before else 0
         if count >= unchanged:
             return True
     return False
@@ -90,22 +90,22 @@ def measure_case(
     run = steps(model, optimizer, Work(case.batch))
     settled = settle(engine, run, args.warm)
     if not settled:
-        print(f"{case.name}: homes still change after {MOST_STEPS} steps", file=sys.stderr)
+        print(f"{case.name}: residents still change after {MOST_STEPS} steps", file=sys.stderr)
     timeline = None
     if args.timeline is not None and case.budget == args.timeline_at:
         timeline = args.timeline / case.name
     timed = measure_steps(engine, run, case.batch * SEQ, 0, args.steps, timeline, title=case.row)
-    show(f"{case.name}, {sum(engine.homes)} experts on the GPU", timed)
-    return Measured(timed, engine.homes, settled)
+    show(f"{case.name}, {sum(engine.residents)} experts on the GPU", timed)
+    return Measured(timed, engine.residents, settled)
 
 
 def measure_round(
-    model: GPTMoE, cases: Sequence[Case], homes: Sequence[int], args: argparse.Namespace
+    model: GPTMoE, cases: Sequence[Case], residents: Sequence[int], args: argparse.Namespace
 ) -> Iterator[tuple[Case, Measured | None]]:
-    """Measures cases of growing budgets with a new optimizer. They begin with `homes`, experts of
-    each layer on the GPU. None for a case that failed."""
+    """Measures cases of growing budgets with a new optimizer. They begin with `residents`
+    of each layer. None for a case that failed."""
     engine = model.overspill
-    engine.set_homes(homes)  # an optimizer that clips needs memory for each
+    engine.set_residents(residents)  # an optimizer that clips needs memory for each
     optimizer = optimize(model, MAX_NORM if cases[0].clip else None)
     for case in cases:
         measured = None
@@ -116,7 +116,7 @@ def measure_round(
         if measured is None:  # here the failed step and its memory are gone
             engine.training.discard()
             optimizer.zero_grad()
-            engine.set_homes(homes)
+            engine.set_residents(residents)
         yield case, measured
 
 
@@ -130,7 +130,7 @@ def save(
     """Writes the record of a case; `given` are the arguments it was measured with."""
     runs = [one.run for one in rounds]
     experts = config.n_moe_layers * config.n_experts
-    shares = [sum(one.homes) / experts for one in rounds]
+    shares = [sum(one.residents) / experts for one in rounds]
     metrics = metrics_of(config, runs)
     metrics["experts_on_gpu"] = metric([100 * share for share in shares], "%")
     streamed = round((1 - max(shares)) * config.expert_params)
@@ -141,7 +141,7 @@ def save(
         "gpu_memory": f"{case.budget:g}GiB",
         "max_grad_norm": MAX_NORM if case.clip else None,
         "rounds": len(rounds),
-        "homes": rounds[-1].homes,
+        "residents": rounds[-1].residents,
         "settled": all(one.settled for one in rounds),
         "expert_parameters": config.expert_params,
         "parameters": config.total_params,
@@ -164,7 +164,9 @@ def measure_all(args: argparse.Namespace) -> bool:
         keep_gradients=False if args.clip == "no" else None,
     )
     given = {key: getattr(args, key) for key in ("preset", "batch", "warm", "steps")}
-    homes = model.overspill.homes  # experts that host memory does not hold are there from the start
+    residents = (
+        model.overspill.residents
+    )  # experts that host memory does not hold are there from the start
     found: dict[Case, list[Measured]] = {}
     complete = True
     for _ in range(args.rounds):
@@ -172,7 +174,7 @@ def measure_all(args: argparse.Namespace) -> bool:
             cases = [
                 Case(args.preset, args.experts, args.batch, budget, clip) for budget in args.budgets
             ]
-            for case, measured in measure_round(model, cases, homes, args):
+            for case, measured in measure_round(model, cases, residents, args):
                 if measured is None:
                     complete = False
                     continue
@@ -206,7 +208,10 @@ def main() -> int:
     parser.add_argument("--clip", default="no", choices=("no", "yes", "both"))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
-        "--warm", type=int, default=6, help="steps with unchanged homes before those that are timed"
+        "--warm",
+        type=int,
+        default=6,
+        help="steps with unchanged residents before those that are timed",
     )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--disk", type=Path, default=None)

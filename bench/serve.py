@@ -330,9 +330,9 @@ def main() -> None:
         )
         engine = model.overspill
         for work in own:
-            homes = [engine.n_experts if work.on_gpu else 0] * engine.n_layers
-            if engine.homes != homes:
-                engine.set_homes(homes)
+            residents = [engine.n_experts if work.on_gpu else 0] * engine.n_layers
+            if engine.residents != residents:
+                engine.set_residents(residents)
             largest = max(16, work.size)
             with overspill.LLM(model, context=4096, max_batch=largest, slots=work.slots) as llm:
                 bench.run(work, llm)

@@ -47,9 +47,9 @@ class Run:
         engine = model.overspill
         try:
             quarter = engine.n_layers * engine.n_experts // 4
-            engine.set_homes([0] * engine.n_layers)
+            engine.set_residents([0] * engine.n_layers)
             self.quarter = self._speeds(model, quarter)
-            engine.set_homes([engine.n_experts] * engine.n_layers)
+            engine.set_residents([engine.n_experts] * engine.n_layers)
             self.all = self._speeds(model, 0)
             self.bytes = sum(token_bytes(model))
             self.placement = engine.describe()

@@ -116,8 +116,8 @@ def run_requests(bench: Bench, model: Any, name: str) -> None:
                 [100 * each * step_bytes(model, size) / size / HBM for each in speeds], "%"
             )
             print(f"{name}, {size} requests: {speeds}, {missing} missing", flush=True)
-        at_home = sum(engine.homes) / engine.n_layers / engine.n_experts
-        metrics["on_gpu"] = metric([100 * at_home], "%")
+        resident = sum(engine.residents) / engine.n_layers / engine.n_experts
+        metrics["on_gpu"] = metric([100 * resident], "%")
         if not bench.args.plain:
             limit = Limit(most, "tokens/s", "reading all weights of a token")
             row = f"Qwen3-30B-A3B at full size, MXFP4, {GPU} GiB; 1, 16 and 64 requests"
@@ -225,7 +225,7 @@ def run_case(
 ) -> tuple[list[float], dict[str, Metric], Limit | None]:
     """Tokens a second; with those of bf16 also what a record has of them."""
     engine = model.overspill
-    engine.set_homes([engine.n_experts if case.on_gpu else 0] * engine.n_layers)
+    engine.set_residents([engine.n_experts if case.on_gpu else 0] * engine.n_layers)
     slots = case.plain_slots * engine.shape.numel * 2 // engine.layout.weight_bytes
     if bench.smoke:
         slots = min(2, slots)

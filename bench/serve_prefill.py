@@ -144,7 +144,7 @@ def run_w2(args: argparse.Namespace) -> None:
     config = qwen(12)
     model = overspill.from_config(config, dtype=torch.bfloat16, train=False, quiet=True)
     engine, prompts = model.overspill, Prompts()
-    engine.set_homes([engine.n_experts] * engine.n_layers)
+    engine.set_residents([engine.n_experts] * engine.n_layers)
     with overspill.LLM(model, context=32_768, max_batch=4, prefill_chunk=args.chunk) as llm:
         speed(llm, prompts, 8192, 6)
         speeds = speed(llm, prompts, 8192, args.rounds)

@@ -82,7 +82,7 @@ class Bench:
     ) -> None:  # fmt: skip
         headline = next(iter(metrics))
         engine = model.overspill
-        share = sum(engine.homes) / engine.n_layers / engine.n_experts
+        share = sum(engine.residents) / engine.n_layers / engine.n_experts
         metrics = metrics | {"on_gpu": metric([100 * share], "%")}
         config = {
             "row": f"{ROW}, {row}", "show": [key for key in metrics if key != headline],

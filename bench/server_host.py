@@ -68,8 +68,8 @@ def open_llm(args: argparse.Namespace) -> Iterator[overspill.LLM]:
         engine = model.overspill
         try:
             if on_gpu:
-                homes = engine.n_experts if args.slots is None else 0
-                engine.set_homes([homes] * engine.n_layers)
+                residents = engine.n_experts if args.slots is None else 0
+                engine.set_residents([residents] * engine.n_layers)
             slots = args.slots or 0
             with overspill.LLM(
                 model, context=CONTEXT, max_batch=args.max_batch, slots=slots

@@ -118,7 +118,7 @@ def ours(config: Any, args: Any, n_stages: int | None, name: str) -> dict[str, A
         return value
 
     seconds, losses = timed(step, args)
-    streamed = max(1, engine.n_layers * engine.n_experts - sum(engine.homes))
+    streamed = max(1, engine.n_layers * engine.n_experts - sum(engine.residents))
     record = streamed * engine.layout.weight_bytes
     found = {
         "seconds": seconds,
@@ -126,7 +126,7 @@ def ours(config: Any, args: Any, n_stages: int | None, name: str) -> dict[str, A
         "uploads_per_expert": [size / record for size in copied["upload"][args.warm :]],
         "downloads_per_expert": [size / record for size in copied["download"][args.warm :]],
         "upload_bytes": copied["upload"][args.warm :],
-        "on_gpu": sum(engine.homes),
+        "on_gpu": sum(engine.residents),
         "sums_on_gpu": engine.memory.share.gradients,
         "gpu_bytes": torch.cuda.max_memory_reserved() if args.device == "cuda" else 0,
         "placement": engine.describe(),

@@ -34,7 +34,7 @@ class Run:
     gpu_bytes: int
     host_bytes: int
     busy: dict[str, float]
-    on_gpu: float = 0.0  # share of the experts whose home is the GPU
+    on_gpu: float = 0.0  # share of the experts that live on the GPU
 
     @property
     def speed(self) -> list[float]:
@@ -184,8 +184,8 @@ def measure_steps(
 
 
 def on_gpu_share(engine: Engine) -> float:
-    """The share of the experts whose home is the compute device."""
-    return sum(engine.homes) / (engine.n_layers * engine.experts.n_local)
+    """The share of the experts that live on the compute device."""
+    return sum(engine.residents) / (engine.n_layers * engine.experts.n_local)
 
 
 def show(name: str, run: Run) -> None:

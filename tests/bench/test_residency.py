@@ -61,14 +61,16 @@ def test_the_limit_counts_streamed_experts_only(residency: ModuleType) -> None:
     assert none.value > half.value
 
 
-def test_timing_begins_when_homes_have_not_changed_for_some_steps(residency: ModuleType) -> None:
+def test_timing_begins_when_residents_have_not_changed_for_some_steps(
+    residency: ModuleType,
+) -> None:
     class Engine:
-        homes = (0, 0)
+        residents = (0, 0)
 
     def run(changes: dict[int, tuple[int, int]]) -> Iterator[None]:
         for number in range(99):
             taken.append(number)
-            engine.homes = changes.get(number, engine.homes)
+            engine.residents = changes.get(number, engine.residents)
             yield
 
     for changes, steps, settled in (
@@ -93,7 +95,7 @@ def test_a_budget_that_runs_out_of_memory_does_not_stop_the_others(
     def limit(size: int) -> None:
         nonlocal calls, budget
         calls, budget = 0, size / 2**30
-        engine.set_homes([int(2 * budget)] * engine.n_layers)
+        engine.set_residents([int(2 * budget)] * engine.n_layers)
 
     def run_out(*_: object) -> None:
         nonlocal calls
@@ -106,7 +108,7 @@ def test_a_budget_that_runs_out_of_memory_does_not_stop_the_others(
     model.blocks[1].attention.register_forward_pre_hook(run_out)
     cases = [residency.Case("toy", None, 2, budget, True) for budget in (0.5, 1.0, 1.5, 2.0)]
     found = {
-        case.budget: measured and measured.homes
+        case.budget: measured and measured.residents
         for case, measured in residency.measure_round(model, cases, [0] * 3, options())
     }
     assert found == {0.5: [1] * 3, 1.0: None, 1.5: None, 2.0: [4] * 3}
@@ -121,8 +123,8 @@ def test_a_record_has_the_medians_of_all_rounds(
 ) -> None:
     case = residency.Case("toy", None, 2, 12.0, True)
     rounds = [
-        residency.Measured(_run(seconds, host), homes, True)
-        for seconds, host, homes in (([1.0, 2.0], 10, [2, 2, 2]), ([4.0, 5.0], 30, [2, 2, 3]))
+        residency.Measured(_run(seconds, host), residents, True)
+        for seconds, host, residents in (([1.0, 2.0], 10, [2, 2, 2]), ([4.0, 5.0], 30, [2, 2, 3]))
     ]
     residency.save(model.config, case, rounds, {"preset": "toy"}, tmp_path)
     record = json.loads((tmp_path / f"{case.name}.json").read_text())
@@ -131,7 +133,7 @@ def test_a_record_has_the_medians_of_all_rounds(
     assert metrics["step"] == {"median": 3.0, "low": 1.0, "high": 5.0, "unit": "s"}
     assert metrics["experts_on_gpu"]["high"] == pytest.approx(100 * 7 / 12)
     assert metrics["host_memory"]["high"] == 10 / model.config.expert_params
-    assert record["config"]["homes"] == [2, 2, 3]
+    assert record["config"]["residents"] == [2, 2, 3]
     assert record["config"]["gpu_memory"] == "12GiB"
 
 

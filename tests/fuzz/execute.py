@@ -222,7 +222,7 @@ class Run:
             subject.new_optimizer()
             subject.zero_grad(op)
             subject.optimizer.state_dict()  # refused if the old one has updated experts
-        elif name in ("switch", "move", "exchange"):
+        elif name in ("switch", "move", "swap"):
             getattr(subject, name)(op)
         else:
             observed: Values = getattr(subject, name)(op)
@@ -260,7 +260,7 @@ class Run:
             oracle.zero_grad()
             self._rounded = True
             self.rules.ended()
-        elif name in ("move", "exchange"):
+        elif name in ("move", "swap"):
             pass  # changes nothing that a user sees
         elif name == "switch":
             self.rules.overlap_updates = self.subject.settings.overlap_updates
@@ -326,8 +326,8 @@ class Run:
             self._drop(op)
         elif op.name in CHANGES:
             self._restore_all()
-        elif op.name == "exchange":
-            self.rules.done(op)  # some may have exchanged places
+        elif op.name == "swap":
+            self.rules.done(op)  # some may have been swapped
         if not self.rules.updated:
             self._settle()
 

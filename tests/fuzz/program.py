@@ -60,10 +60,10 @@ class Case:
     mode: str = "host"
     slots: int | None = 2
     host_slots: int | None = None
-    at_home: float = 0.0
-    """Share of the experts whose home is the compute device."""
+    resident: float = 0.0
+    """Share of the experts that live on the compute device."""
     room: float | None = None
-    """Memory for experts at home and sums of gradients, as a share of all records. It changes from
+    """Memory for resident experts and sums of gradients, as a share of all records. It changes from
     pass to pass."""
     clip: float | None = None
     frozen: bool = False
@@ -71,7 +71,7 @@ class Case:
     on_cpu: bool = False
     """The CPU computes some of the experts, and forms their weight gradients."""
     stateless: bool = False
-    """The optimizer has the dense parameters alone: experts may exchange places at any time."""
+    """The optimizer has the dense parameters alone: experts may be swapped at any time."""
     delays: int | None = None
     """Seed of random delays of all jobs."""
     late: int | None = None
@@ -117,7 +117,7 @@ def _case(rng: random.Random) -> Case:
     model = "mixtral" if rng.random() < 0.1 else "gpt"
     # many experts on disk, few of which have tokens, and more on the GPU than in host memory
     scarce = mode == "disk" and rng.random() < 0.4
-    # gradients of experts at home that wait in the host slots which the experts have left
+    # gradients of resident experts that wait in the host slots which the experts have left
     kept = mode == "host" and not frozen and rng.random() < 0.25
     # transformers rounds bf16 products at other places: only fp32 can be compared
     dtypes = ("float32", "float32", "float32", "bfloat16" if model == "gpt" else "float32")
@@ -133,7 +133,7 @@ def _case(rng: random.Random) -> Case:
         mode=mode,
         slots=None if mode == "gpu" else rng.choice((5, 12) if scarce else (2, 2, 3, 5, 12)),
         host_slots=rng.choice((2,) if scarce else (2, 3, 5, 9)) if mode == "disk" else None,
-        at_home=0.0 if scarce or kept else rng.choice((0.0, 0.0, 0.3, 0.6)),
+        resident=0.0 if scarce or kept else rng.choice((0.0, 0.0, 0.3, 0.6)),
         room=_room(rng, mode, scarce, kept),
         clip=rng.choice((0.5, 1e-3) if kept else (None, None, 0.5, 1e-3)),
         frozen=frozen,
@@ -155,7 +155,7 @@ def _room(rng: random.Random, mode: str, scarce: bool, kept: bool) -> float | No
 _SINGLE = (
     "forward", "backward", "accumulate", "retain", "inputs", "grad", "drop", "step", "zero_grad",
     "model_zero_grad", "evaluate", "logits", "snapshot", "restore", "save", "load", "freeze",
-    "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "move", "exchange",
+    "unfreeze", "freeze_dense", "new_optimizer", "set_lr", "switch", "move", "swap",
     "poison",
 )  # fmt: skip
 
@@ -200,7 +200,7 @@ def _operations(rng: random.Random, case: Case) -> list[Op]:
     names: list[str] = []
     if case.host_slots == 2 and rng.random() < 0.5:
         names += _ACCUMULATED.split()
-    if case.mode == "host" and case.clip is not None and case.at_home == 0 and case.room:
+    if case.mode == "host" and case.clip is not None and case.resident == 0 and case.room:
         names += ["move", *(3 * "forward backward step ").split()]
     for _ in range(rng.randint(1 if names else 2, 2 if names else 5)):
         (_, phrase) = rng.choices(_PHRASES, weights)[0]
@@ -208,9 +208,9 @@ def _operations(rng: random.Random, case: Case) -> list[Op]:
     if rng.random() < 0.3:  # an unusual order
         names.insert(rng.randrange(len(names) + 1), "?")
         del names[rng.randrange(len(names))]
-    if rng.random() < 0.4:  # experts get other homes between any two operations
+    if rng.random() < 0.4:  # experts get other residents between any two operations
         for _ in range(rng.randint(1, 4)):
-            name = "exchange" if case.stateless and rng.random() < 0.7 else "move"
+            name = "swap" if case.stateless and rng.random() < 0.7 else "move"
             names.insert(rng.randrange(len(names) + 1), name)
     return [_operation(rng, case, name) for name in names]
 

@@ -21,8 +21,8 @@ class Graph:
     used: bool = False
     stale: bool = False
     """Weights have changed since."""
-    exchanged: bool = False
-    """Experts have exchanged places since."""
+    swapped: bool = False
+    """Experts were swapped since."""
 
 
 class Rules:
@@ -73,11 +73,11 @@ class Rules:
             graph = self.graphs[op.graph]
             second = any(self.layers[layer] in ("kept", "updated") for layer in graph.trained)
             # kept activations have the order of the forward
-            reordered = graph.exchanged and self.case.settings.get("activations") == "keep"
+            reordered = graph.swapped and self.case.settings.get("activations") == "keep"
             used = bool(graph.used and graph.trained)
             return graph.stale or second or used or reordered
-        if op.name in ("move", "exchange"):
-            has_states = op.name == "exchange" and not self.case.stateless
+        if op.name in ("move", "swap"):
+            has_states = op.name == "swap" and not self.case.stateless
             return has_states or self.layers != ["empty"] * self.case.n_layers
         if op.name == "step":
             return self.poisoned or (self.updated and self.lr_changed)
@@ -113,9 +113,9 @@ class Rules:
             self.frozen.add(op.layer)
         elif op.name == "unfreeze":
             self.frozen.discard(op.layer)
-        elif op.name == "exchange":
+        elif op.name == "swap":
             for graph in self.graphs.values():
-                graph.exchanged = True
+                graph.swapped = True
         elif op.name == "set_lr":
             self.lr_changed = True
 

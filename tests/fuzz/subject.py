@@ -16,7 +16,7 @@ from overspill.core.errors import OrderError
 from overspill.moe.engine import Engine
 from overspill.moe.state_dict import Places, placeholders, split_record, stacked
 from overspill.optim.kernel import join_master
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from overspill.train import checkpoint
 from tests.fuzz.faults import Faults
 from tests.fuzz.oracle import Choices, routers
@@ -53,7 +53,7 @@ class Subject(Side):
                     parameter.requires_grad_(False)
         options: dict[str, Any] = {"mode": case.mode, "slots": case.slots}
         if case.mode != "gpu":
-            options["gpu_experts"] = int(case.at_home * case.n_layers * case.n_experts)
+            options["gpu_experts"] = int(case.resident * case.n_layers * case.n_experts)
         if case.mode == "disk":
             options.update(host_slots=case.host_slots, disk=folder / "spill")
         settings = dict(case.settings, inject=faults.inject)
@@ -77,7 +77,7 @@ class Subject(Side):
             memory = RestlessMemory(self.engine, room)
             self.engine.memory.fill(memory, memory.allocated() + room)
         self._places = _expert_places(model, case)
-        self.exchange(Op("exchange"))  # before experts have states
+        self.swap(Op("swap"))  # before experts have states
         self.optimizer = self._new_optimizer()
 
     def experts(self, layer: int) -> list[nn.Parameter]:
@@ -131,21 +131,23 @@ class Subject(Side):
         self.engine.switch(self.settings)
 
     def move(self, op: Op) -> None:
-        """Gives some experts of each layer another home."""
+        """Gives some experts of each layer another place."""
         rng = random.Random(7 * op.batch + op.layer)
         most = self.case.n_experts
         fixed = {0: 0, 1: most}.get(op.batch)
         layers = range(self.case.n_layers)
-        self.engine.set_homes([rng.randint(0, most) if fixed is None else fixed for _ in layers])
+        self.engine.set_residents(
+            [rng.randint(0, most) if fixed is None else fixed for _ in layers]
+        )
 
-    def exchange(self, op: Op) -> None:
-        """In each layer lets up to two experts at home and streamed ones exchange their places."""
+    def swap(self, op: Op) -> None:
+        """In each layer swaps up to two resident experts and streamed ones."""
         rng = random.Random(7 * op.batch + op.layer)
         last = self.case.n_experts - 1
-        self.engine.exchange_homes(
+        self.engine.swap_experts(
             [
-                Exchange(layer, rng.randrange(at), rng.randint(at, last))
-                for layer, at in enumerate(self.engine.homes)
+                Swap(layer, rng.randrange(at), rng.randint(at, last))
+                for layer, at in enumerate(self.engine.residents)
                 for _ in range(rng.randint(1, 2))
                 if 0 < at <= last
             ]

@@ -74,7 +74,7 @@ def offloaded(
     move: bool = False,
     **where: object,
 ) -> list[float]:
-    """With `move`, experts get other homes before every step."""
+    """With `move`, experts get other residents before every step."""
     model = GPTMoE(CONFIG, seed=seed, device="cuda", dtype=dtype)
     overspill.offload(model, gpu_memory="2GiB", settings=settings, quiet=True, **where)
     optimizer = overspill.AdamW(model, lr=lr, max_grad_norm=clip)
@@ -82,7 +82,9 @@ def offloaded(
     try:
         for tokens in batches(steps, seed):
             if move:
-                model.overspill.set_homes([rng.choice((0, 3, 8)) for _ in range(CONFIG.n_layers)])
+                model.overspill.set_residents(
+                    [rng.choice((0, 3, 8)) for _ in range(CONFIG.n_layers)]
+                )
             loss = model(tokens[:, :-1], tokens[:, 1:]).loss
             loss.backward()
             optimizer.step()

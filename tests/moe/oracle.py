@@ -30,10 +30,10 @@ WHERE: dict[str, dict[str, Any]] = {
     "host with 2 slots": {"mode": "host", "slots": 2},
     "host with 5 slots": {"mode": "host", "slots": 5},
     "host with 12 slots": {"mode": "host", "slots": 12},
-    "host, 5 at home": {"mode": "host", "slots": 2, "gpu_experts": 5},
-    "host, 7 at home": {"mode": "host", "slots": 2, "gpu_experts": 7},
+    "host, 5 resident": {"mode": "host", "slots": 2, "gpu_experts": 5},
+    "host, 7 resident": {"mode": "host", "slots": 2, "gpu_experts": 7},
     "disk behind 3 host slots": {"mode": "disk", "slots": 3, "host_slots": 3},
-    "disk, 5 at home": {
+    "disk, 5 resident": {
         "mode": "disk",
         "slots": 3,
         "host_slots": 3,
@@ -41,11 +41,11 @@ WHERE: dict[str, dict[str, Any]] = {
     },
     "disk behind 9 host slots": {"mode": "disk", "slots": 8, "host_slots": 9},
 }
-ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 at home"]
-HOME_OR_NOT = ["gpu", "host, 5 at home"]
-"""For what does not depend on tiers: all experts are at home, or some of them are streamed."""
+ONE_OF_EACH = ["gpu", "host with 2 slots", "disk, 5 resident"]
+HOME_OR_NOT = ["gpu", "host, 5 resident"]
+"""For what does not depend on tiers: all experts are resident, or some of them are streamed."""
 SOME_AT_HOME = slow_rows(HOME_OR_NOT, 0)
-"""The same for tests in which the engine does the same for all experts at home as for some."""
+"""The same for tests in which the engine does the same for all resident experts as for some."""
 STREAMED = [name for name in WHERE if name not in HOME_OR_NOT]
 
 

@@ -44,7 +44,7 @@ def run_with(dense_states: str, task: Task, where: str, disk: Path, **options: A
 @pytest.mark.parametrize(
     ("where", "dtype", "state_dtype", "clip"),
     all_pairs(
-        ["gpu", "disk, 5 at home"],
+        ["gpu", "disk, 5 resident"],
         [torch.float32, torch.bfloat16],
         [torch.float32, torch.bfloat16],
         [None, 0.5],

@@ -81,7 +81,7 @@ def dense(model: nn.Module) -> list[nn.Parameter]:
     ("where", "dtype", "clip", "micro_batches", "recompute", "kind"),
     slow_rows(
         all_pairs(
-            ["gpu", "disk, 5 at home"],
+            ["gpu", "disk, 5 resident"],
             [torch.float32, torch.bfloat16],
             [None, 0.5],
             [1, 2],
@@ -262,11 +262,11 @@ def test_a_model_within_a_checkpoint_of_the_user_trains(tmp_path: Path) -> None:
 
 def copies_of(model: GPTMoE) -> tuple[list[bool], Callable[[], object]]:
     """Notes for each call of a Linear layer whether its weight is a copy."""
-    homes = {p.data_ptr() for p in dense(model)}
+    addresses = {p.data_ptr() for p in dense(model)}
     noted: list[bool] = []
     handles = [
         module.register_forward_hook(
-            lambda module, *_: noted.append(module.weight.data_ptr() not in homes)
+            lambda module, *_: noted.append(module.weight.data_ptr() not in addresses)
         )
         for module in model.modules()
         if isinstance(module, nn.Linear)
@@ -277,18 +277,18 @@ def copies_of(model: GPTMoE) -> tuple[list[bool], Callable[[], object]]:
 def test_a_pass_computes_with_copies_and_leaves_none(tmp_path: Path) -> None:
     model = TASK.model()
     with on_host(model, tmp_path):
-        homes = [p.data_ptr() for p in dense(model)]
+        addresses = [p.data_ptr() for p in dense(model)]
         noted, _ = copies_of(model)
         optimizer = adamw(model, TASK)
         loss = loss_of(model, next(TASK.batches())[0])
-        assert [p.data_ptr() for p in dense(model)] == homes
+        assert [p.data_ptr() for p in dense(model)] == addresses
         assert len(noted) == 2 * TASK.n_layers
         loss.backward()
-        assert [p.data_ptr() for p in dense(model)] == homes
+        assert [p.data_ptr() for p in dense(model)] == addresses
         assert len(noted) > 3 * TASK.n_layers, "attention was recomputed"
         assert all(noted)
         optimizer.step()
-        assert [p.data_ptr() for p in dense(model)] == homes
+        assert [p.data_ptr() for p in dense(model)] == addresses
 
 
 def test_the_next_block_is_copied_while_one_computes(tmp_path: Path) -> None:
@@ -469,14 +469,14 @@ def test_a_copy_that_fails_raises_and_the_model_goes_on(at: int, tmp_path: Path)
 
     model = DEEP.model()
     with spilled(model, "gpu", tmp_path, Settings(inject=fail), dense_weights="host"):
-        homes = [p.data_ptr() for p in dense(model)]
+        addresses = [p.data_ptr() for p in dense(model)]
         optimizer = adamw(model, DEEP)
         train_step(model, optimizer, next(DEEP.batches()))
         left = at
         with pytest.raises(OSError, match="the copy failed"):
             train(model, optimizer, DEEP, first=1)
         gc.collect()
-        assert [p.data_ptr() for p in dense(model)] == homes
+        assert [p.data_ptr() for p in dense(model)] == addresses
         optimizer.zero_grad()
         noted, _ = copies_of(model)
         train_step(model, optimizer, next(DEEP.batches(1)))
@@ -495,7 +495,7 @@ def test_after_an_interrupt_anywhere_in_a_step_training_goes_on(
     with on_host(model, tmp_path) as engine:
         optimizer = adamw(model, task)
         train_step(model, optimizer, first)
-        homes = [p.data_ptr() for p in dense(model)]
+        addresses = [p.data_ptr() for p in dense(model)]
         weights, states = weights_of(model), copy.deepcopy(optimizer.state_dict())
 
         def step() -> None:
@@ -514,7 +514,7 @@ def test_after_an_interrupt_anywhere_in_a_step_training_goes_on(
             interrupted(step, at)
             restore()
             step()
-            assert [p.data_ptr() for p in dense(model)] == homes
+            assert [p.data_ptr() for p in dense(model)] == addresses
             for name, weight in weights_of(model).items():
                 torch.testing.assert_close(weight, after[name], rtol=1e-4, atol=1e-6)
             restore()
@@ -529,7 +529,7 @@ def test_threads_that_infer_at_once_get_the_logits_of_each_alone(tmp_path: Path)
     settings = Settings(inject=delays(seed=1, longest=1e-3))
     found: dict[int, list[Tensor]] = {}
     with on_host(model, tmp_path, settings=settings):
-        homes = [p.data_ptr() for p in dense(model)]
+        addresses = [p.data_ptr() for p in dense(model)]
 
         def infer(number: int) -> None:
             with torch.no_grad():
@@ -540,7 +540,7 @@ def test_threads_that_infer_at_once_get_the_logits_of_each_alone(tmp_path: Path)
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert [p.data_ptr() for p in dense(model)] == homes
+        assert [p.data_ptr() for p in dense(model)] == addresses
     for number, alone in enumerate(expected):
         assert len(found[number]) == 5
         for logits in found[number]:

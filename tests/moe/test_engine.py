@@ -129,8 +129,8 @@ def test_a_closed_engine_has_released_its_memory(where: str, tmp_path: Path) -> 
         opened = tensors_over(record)
         engine.close()
         closed = tensors_over(record)
-    homes = 4 * TASK.n_layers  # weights, three states; in each layer
-    memories = {"gpu": homes, "host with 2 slots": 5, "disk, 5 at home": 5 + homes}
+    residents = 4 * TASK.n_layers  # weights, three states; in each layer
+    memories = {"gpu": residents, "host with 2 slots": 5, "disk, 5 resident": 5 + residents}
     assert len(opened - closed) == memories[where], "weights, states, gradients, slots, buffers"
     assert engine.bytes_by_tier()["gpu"] == 0
 

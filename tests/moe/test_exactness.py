@@ -49,8 +49,8 @@ TASKS = {
     [
         *product(["top-2 gated", "accumulated, clipped, checkpointed"], ONE_OF_EACH),
         ("clipped", "host with 2 slots"),
-        ("accumulated", "disk, 5 at home"),
-        ("checkpointed, every 2nd layer", "disk, 5 at home"),
+        ("accumulated", "disk, 5 resident"),
+        ("checkpointed, every 2nd layer", "disk, 5 resident"),
         ("an expert without tokens", "host with 2 slots"),
         ("an expert without tokens, clipped", "gpu"),
     ],
@@ -206,7 +206,7 @@ def plain_bf16(task: Task) -> Run:
     [
         ("gpu", 0.5, torch.bfloat16),
         pytest.param("host with 2 slots", None, torch.bfloat16, marks=pytest.mark.slow),
-        ("host, 5 at home", 0.5, torch.float32),
+        ("host, 5 resident", 0.5, torch.float32),
     ],
     ids=str,
 )

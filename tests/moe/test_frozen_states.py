@@ -98,32 +98,32 @@ def test_experts_that_fill_the_device_make_room_for_states_when_they_are_unfroze
         budget = int((memory.peak() + 12.5 * engine.layout.weight_bytes) / 0.98)
         engine.memory.fill(memory, budget)
         observe_passes(model, next(task.batches())[0])
-        homes = []
+        residents = []
 
         def note(*_: object) -> None:
-            homes.append(sum(engine.homes))
+            residents.append(sum(engine.residents))
             assert memory.peak() <= budget
 
         model.register_forward_hook(note)
         run = unfreezing_run(model, adamw(model, task), task, trained_from=2)
         assert memory.peak() <= budget
-        assert homes[1] == 12
-        assert 0 < sum(engine.homes) <= 4
+        assert residents[1] == 12
+        assert 0 < sum(engine.residents) <= 4
     assert_follows(run, plain_unfreezing_run(task, trained_from=2))
 
 
-def test_homes_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path) -> None:
+def test_residents_follow_usage_while_an_optimizer_has_frozen_experts(tmp_path: Path) -> None:
     task = Task(n_layers=1, steps=6)
     model, settings = task.model(), Settings(follow_usage=True)
-    with spilled(model, "host, 7 at home", tmp_path, settings, gpu_experts=2) as engine:
+    with spilled(model, "host, 7 resident", tmp_path, settings, gpu_experts=2) as engine:
         set_frozen(model, True)
         optimizer = adamw(model, task)
         with routed_by(model, ReplayedRouting(torch.tensor([[[3, 4]]]), engine.n_experts)):
             train(model, optimizer, task)
-            assert engine.addresses.at_home == [(3, 4)]
+            assert engine.addresses.resident == [(3, 4)]
             set_frozen(model, False)
             train(model, optimizer, task, first=4)
-        assert engine.addresses.at_home == [(3, 4)]
+        assert engine.addresses.resident == [(3, 4)]
 
 
 @pytest.mark.parametrize("where", SOME_AT_HOME)
@@ -181,7 +181,7 @@ def plain_frozen_run(task: Task) -> Run:
     return plain_unfreezing_run(task, trained_from=task.steps)
 
 
-@pytest.mark.parametrize("where", ["gpu", "host with 2 slots", "disk, 5 at home"])
+@pytest.mark.parametrize("where", ["gpu", "host with 2 slots", "disk, 5 resident"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_experts_that_are_frozen_before_train_the_rest_without_memory_for_states(
     where: str, clip: float | None, tmp_path: Path

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dense_weights", ["gpu", "host"])
-def test_backward_of_experts_at_home_does_not_wait_for_the_gpu(
+def test_backward_of_resident_experts_does_not_wait_for_the_gpu(
     dense_weights: str, moments: torch.dtype, accumulate: bool, clip: float | None
 ) -> None:
     model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""On a GPU: frozen experts on the CPU, and experts that exchange places."""
+"""On a GPU: frozen experts on the CPU, and experts that are swapped."""
 
 import random
 from pathlib import Path
@@ -10,27 +10,27 @@ import overspill
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from overspill.simulate import routed_by
 from tests.moe.gpu_training import CONFIG, MODES, batches, delays
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_roughly")]
 
 
-def exchange(engine: Engine, rng: random.Random) -> None:
-    """Experts at home and streamed ones of each layer exchange places."""
+def swap(engine: Engine, rng: random.Random) -> None:
+    """Resident experts and streamed ones of each layer are swapped."""
     pairs = []
-    for layer, count in enumerate(engine.homes):
+    for layer, count in enumerate(engine.residents):
         streamed = rng.sample(range(count, CONFIG.n_experts), 2)
-        pairs += [Exchange(layer, home, other) for home, other in enumerate(streamed)]
-    engine.exchange_homes(pairs)
+        pairs += [Swap(layer, resident, other) for resident, other in enumerate(streamed)]
+    engine.swap_experts(pairs)
 
 
 def frozen_gradients(
-    dtype: torch.dtype, settings: Settings, exchanged: bool = False, **options: object
+    dtype: torch.dtype, settings: Settings, swapped: bool = False, **options: object
 ) -> list[torch.Tensor]:
-    """The gradients of all parameters but the experts, over some small batches. With `exchanged`,
-    experts exchange places before every forward and every backward."""
+    """The gradients of all parameters but the experts, over some small batches. With `swapped`,
+    experts are swapped before every forward and every backward."""
     model = GPTMoE(CONFIG, seed=5, device="cuda", dtype=dtype)
     for moe in model.moe_layers():
         moe.w_in.requires_grad_(False)
@@ -41,11 +41,11 @@ def frozen_gradients(
     try:
         for tokens in batches(20, seed=5):
             few = tokens[:1, :25]
-            if exchanged:
-                exchange(engine, rng)
+            if swapped:
+                swap(engine, rng)
             loss = model(few[:, :-1], few[:, 1:]).loss
-            if exchanged:
-                exchange(engine, rng)
+            if swapped:
+                swap(engine, rng)
             loss.backward()
         engine.check_conserved()
         return [p.grad for p in model.parameters() if p.grad is not None]
@@ -110,14 +110,14 @@ def test_frozen_experts_on_the_cpu_give_the_gradients_of_the_gpu(
 @pytest.mark.parametrize("where", [MODES[3], {**MODES[5], "dense_weights": "gpu"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cpu_experts", [False, True])
-def test_experts_that_exchange_places_between_passes_give_the_same_gradients(
+def test_experts_that_are_swapped_between_passes_give_the_same_gradients(
     where: dict[str, object], dtype: torch.dtype, cpu_experts: bool, tmp_path: Path
 ) -> None:
     if where["mode"] == "disk":
         where = {**where, "disk": tmp_path}
     settings = Settings(inject=delays, cpu_experts=cpu_experts)
     want = frozen_gradients(dtype, Settings())
-    got = frozen_gradients(dtype, settings, exchanged=True, **where)
+    got = frozen_gradients(dtype, settings, swapped=True, **where)
     assert want
     near = 1e-4 if dtype == torch.float32 else 3e-2
     for one, other in zip(got, want, strict=True):
@@ -147,7 +147,7 @@ def test_the_most_used_experts_move_to_the_gpu(where: dict[str, object], tmp_pat
             first = model(tokens).logits
             for _ in range(20):
                 last = model(tokens).logits
-        assert all({6, 7} <= set(experts) for experts in engine.addresses.at_home)
+        assert all({6, 7} <= set(experts) for experts in engine.addresses.resident)
         torch.testing.assert_close(last, first, rtol=1e-2, atol=1e-2)
         for name, value in model.state_dict().items():
             assert torch.equal(value.cpu(), before[name]), name
@@ -156,6 +156,6 @@ def test_the_most_used_experts_move_to_the_gpu(where: dict[str, object], tmp_pat
         with torch.inference_mode(), routed_by(model, TwoExperts()):
             model(tokens)
         engine.flush()
-        assert engine.recorder.counters() == uploads, "what is used is at home"
+        assert engine.recorder.counters() == uploads, "what is used is resident"
     finally:
         engine.close()

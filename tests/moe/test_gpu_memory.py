@@ -29,20 +29,20 @@ def test_memory_is_filled_with_experts_and_they_leave_it_before_a_larger_batch()
     overspill.offload(model, gpu_memory=budget, mode="host", slots=6)
     fill(model.overspill, budget)
     optimizer = overspill.AdamW(model, lr=1e-3)
-    homes = []
+    residents = []
     try:
         for size in [4] * 8 + [16] * 4:
             tokens = batches(1, seed=5)[0][:size]
             model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            homes.append(sum(model.overspill.homes))
+            residents.append(sum(model.overspill.residents))
             assert torch.cuda.memory_reserved() <= budget
         model.overspill.check_conserved()
     finally:
         model.overspill.close()
-    assert homes[1] == 0
-    assert homes[7] > 0
+    assert residents[1] == 0
+    assert residents[7] > 0
 
 
 def trainee(
@@ -78,8 +78,8 @@ def test_two_models_fill_memory_within_their_own_budgets() -> None:
             assert torch.cuda.memory_reserved() <= sum(budgets)
             for engine, budget in zip(engines, budgets, strict=True):
                 assert engine.memory.device_bytes() <= budget
-        assert sum(engines[0].homes) > 0
-        assert sum(engines[1].homes) == count
+        assert sum(engines[0].residents) > 0
+        assert sum(engines[1].residents) == count
         engines[1].close()
         train_steps(2, first)
         engines[0].check_conserved()
@@ -105,19 +105,19 @@ def test_experts_leave_for_a_model_that_is_offloaded_later(monkeypatch: pytest.M
     engines = [first[0].overspill]
     try:
         train_steps(12, first)
-        assert sum(engines[0].homes) == count
+        assert sum(engines[0].residents) == count
         monkeypatch.setattr(SmallGpu, "size", torch.cuda.memory_reserved() + (16 << 20))
         second = trainee(None, SmallGpu)
         engines.append(second[0].overspill)
-        fewer = sum(engines[0].homes)
+        fewer = sum(engines[0].residents)
         assert fewer < count, "at once"
         train_steps(12, first, second)
-        assert sum(engines[0].homes) < count
+        assert sum(engines[0].residents) < count
         engines[1].close()
         for parameter in second[0].parameters():
             parameter.data = parameter.data.new_empty(0)
         train_steps(12, first)
-        assert sum(engines[0].homes) > fewer
+        assert sum(engines[0].residents) > fewer
         engines[0].check_conserved()
     finally:
         for engine in engines:
@@ -155,7 +155,7 @@ def unfrozen(offloaded: bool, clip: float | None) -> list[float]:
     ]
     for parameter in experts:
         parameter.requires_grad_(False)
-    losses, homes = [], []
+    losses, residents = [], []
     try:
         if offloaded:
             optimizer = overspill.AdamW(model, lr=3e-3, max_grad_norm=clip)
@@ -171,10 +171,10 @@ def unfrozen(offloaded: bool, clip: float | None) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            homes.append(sum(model.overspill.homes) if offloaded else 0)
+            residents.append(sum(model.overspill.residents) if offloaded else 0)
         if offloaded:
-            assert homes[5] == count, "without states all experts fit"
-            assert 0 < homes[6] < count
+            assert residents[5] == count, "without states all experts fit"
+            assert 0 < residents[6] < count
             engine.check_conserved()
     finally:
         if offloaded:

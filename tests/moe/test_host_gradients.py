@@ -1,4 +1,4 @@
-"""With clipping, gradients of experts at home wait in host memory: no bit changes."""
+"""With clipping, gradients of resident experts wait in host memory: no bit changes."""
 
 import threading
 from pathlib import Path
@@ -167,12 +167,12 @@ def test_another_optimizer_without_clipping_drops_what_an_unfinished_step_kept(
             optimizer = None
             optimizer = adamw(model, Task())
             found = [train_step(model, optimizer, [last])]
-            engine.set_homes([1] * engine.n_layers)
+            engine.set_residents([1] * engine.n_layers)
             losses.append([*found, train_step(model, optimizer, [last])])
     assert losses[0] == losses[1]
 
 
-def test_gradients_on_the_device_are_counted_after_homes_were_set(tmp_path: Path) -> None:
+def test_gradients_on_the_device_are_counted_after_residents_were_set(tmp_path: Path) -> None:
     task = TASKS[0]
     model = task.model()
     with spilled(model, WHERE, tmp_path, host_memory="2GiB") as engine:
@@ -183,7 +183,7 @@ def test_gradients_on_the_device_are_counted_after_homes_were_set(tmp_path: Path
             train_step(model, optimizer, batches)
         assert engine.memory.share.gradients > 0
         others = unaccounted(engine)
-        engine.set_homes([1] * engine.n_layers)
+        engine.set_residents([1] * engine.n_layers)
         for batches in task.batches():
             assert unaccounted(engine) == others, engine.memory.share
             train_step(model, optimizer, batches)

@@ -16,7 +16,7 @@ from torch import Tensor
 import overspill
 from overspill.core.errors import OrderError
 from overspill.models.gpt import GPTMoE
-from overspill.moe.homes import memory as homes_memory
+from overspill.moe.residents import memory as homes_memory
 from overspill.moe.settings import Settings
 from overspill.moe.streaming import gradients as streaming_gradients
 from tests.interrupts import calls_of, interrupted, spread
@@ -47,7 +47,7 @@ CLIPPED = Task(n_layers=2, steps=2, clip=0.5)
 @pytest.mark.parametrize(
     ("where", "uploader"),
     slow_rows(
-        [("gpu", "thread"), ("host with 2 slots", "native"), ("disk, 5 at home", "thread")], 2
+        [("gpu", "thread"), ("host with 2 slots", "native"), ("disk, 5 resident", "thread")], 2
     ),
 )
 def test_an_interrupt_in_forward_leaves_nothing_behind(

@@ -24,8 +24,8 @@ TASK = Task(n_layers=2, clip=0.5, micro_batches=2)
     [
         pytest.param("gpu", 2, "keep", marks=pytest.mark.slow),
         ("host with 2 slots", 5, "auto"),
-        ("disk, 5 at home", 3, "keep"),
-        pytest.param("host, 7 at home", None, "send", marks=pytest.mark.slow),
+        ("disk, 5 resident", 3, "keep"),
+        pytest.param("host, 7 resident", None, "send", marks=pytest.mark.slow),
     ],
 )
 def test_rows_that_arrive_late_do_not_change_training(

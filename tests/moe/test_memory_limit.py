@@ -10,7 +10,7 @@ import overspill
 from overspill.core.errors import EngineError
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryLimits, MemoryUser, ModelMemory
 from overspill.moe.residency import BytesEach, Residency
-from overspill.plan.homes import DeviceShare
+from overspill.plan.residents import DeviceShare
 from tests.moe.oracle import Task, adamw, train_step
 
 GPU = torch.device("cuda:0")
@@ -71,21 +71,21 @@ class Model:
     def __init__(
         self, limits: MemoryLimits, device: Device, budget: int | None, dense: int = 20
     ) -> None:
-        self.limits, self.device, self.dense, self.homes = limits, device, dense, 0
+        self.limits, self.device, self.dense, self.residents = limits, device, dense, 0
         self.most = 0  # that it has used, with its activations
         device.models.append(self)
         memory = limits.set(self, GPU, budget, Window(device))
         self.residency = Residency(memory, memory.budget, self)
 
     def device_bytes(self) -> int:
-        return self.dense + self.homes * EXPERT
+        return self.dense + self.residents * EXPERT
 
-    def give_way(self) -> None:
-        self.residency.give_way()
+    def shrink(self) -> None:
+        self.residency.shrink()
 
     @property
     def share(self) -> DeviceShare:
-        return DeviceShare(self.homes)
+        return DeviceShare(self.residents)
 
     @property
     def most_sums(self) -> int:
@@ -96,7 +96,7 @@ class Model:
 
     def set_share(self, share: DeviceShare) -> None:
         with self.limits.moving(self):
-            self.homes = share.experts
+            self.residents = share.experts
             self.device.use(self.limits.limit(0))
 
     def run(self, activations: int, rows: int = 100) -> None:
@@ -140,7 +140,7 @@ class Engine:
     def device_bytes(self) -> int:
         return 0
 
-    def give_way(self) -> None: ...
+    def shrink(self) -> None: ...
 
 
 def test_closing_one_engine_keeps_the_limit_of_another(fractions: dict[int, float]) -> None:
@@ -208,7 +208,7 @@ def test_a_larger_batch_of_one_model_does_not_take_memory_of_another(limits: Mem
     assert device.overflows == 0
     assert one.most <= 400
     assert two.most <= 400
-    assert one.homes < two.homes
+    assert one.residents < two.residents
 
 
 def test_models_without_a_budget_share_what_is_free(limits: MemoryLimits) -> None:
@@ -216,22 +216,22 @@ def test_models_without_a_budget_share_what_is_free(limits: MemoryLimits) -> Non
     one = Model(limits, device, None)
     for _ in range(8):
         one.run(100)
-    alone = one.homes
+    alone = one.residents
     assert alone * EXPERT >= 0.9 * min(TOTAL * EXPERT, 1000 - 20 - 100)
     with limits.claimed(GPU, None):
-        assert one.homes < alone, "at once: the other needs memory to be loaded"
+        assert one.residents < alone, "at once: the other needs memory to be loaded"
         assert limits.share(GPU) == pytest.approx(500, abs=1)
         two = Model(limits, device, None)
     for _ in range(12):
         one.run(100)
         two.run(100)
     assert device.overflows == 0
-    assert one.homes == pytest.approx(two.homes, abs=2)
+    assert one.residents == pytest.approx(two.residents, abs=2)
     assert one.device_bytes() + 100 >= 0.8 * 500
     two.close()
     for _ in range(8):
         one.run(100)
-    assert one.homes == alone, "memory of a closed model is filled again"
+    assert one.residents == alone, "memory of a closed model is filled again"
     assert device.overflows == 0
 
 
@@ -243,8 +243,8 @@ def test_memory_of_no_model_is_taken_from_all(limits: MemoryLimits) -> None:
         one.run(20)
         two.run(20)
     assert device.overflows == 0
-    assert one.homes * EXPERT == pytest.approx(200 - 20 - 40, abs=2 * EXPERT)
-    assert one.homes == pytest.approx(two.homes, abs=2)
+    assert one.residents * EXPERT == pytest.approx(200 - 20 - 40, abs=2 * EXPERT)
+    assert one.residents == pytest.approx(two.residents, abs=2)
 
 
 def test_a_budget_comes_before_what_others_share(limits: MemoryLimits) -> None:
@@ -277,12 +277,12 @@ def test_experts_that_another_model_moves_are_no_activations(limits: MemoryLimit
     one, two = Model(limits, device, 500), Model(limits, device, 500)
     for _ in range(8):
         one.run(50)
-    before = one.homes
-    for homes in (30, 0, 20, 0):
-        two.set_share(DeviceShare(homes))
+    before = one.residents
+    for residents in (30, 0, 20, 0):
+        two.set_share(DeviceShare(residents))
         one.run(50)
     one.run(60, rows=120)  # for which experts leave
-    assert before - 3 <= one.homes < before
+    assert before - 3 <= one.residents < before
 
 
 def test_two_trained_models_fill_their_budgets_and_give_way_to_a_third(
@@ -308,12 +308,12 @@ def test_two_trained_models_fill_their_budgets_and_give_way_to_a_third(
             one, two = [train_step(model, optimizer, batches) for model, optimizer in pairs]
             assert one == two, "wherever experts are"
             assert device.allocated() <= device.size
-        homes = [sum(engine.homes) for engine in (first, second)]
-        assert homes[0] > 3
-        assert 3 < homes[1] <= 9
-        with MEMORY_LIMITS.claimed(GPU, homes[0] * record):
-            assert sum(first.homes) < homes[0]
-            assert sum(second.homes) == homes[1], "it has a budget"
+        residents = [sum(engine.residents) for engine in (first, second)]
+        assert residents[0] > 3
+        assert 3 < residents[1] <= 9
+        with MEMORY_LIMITS.claimed(GPU, residents[0] * record):
+            assert sum(first.residents) < residents[0]
+            assert sum(second.residents) == residents[1], "it has a budget"
     finally:
         first.close()
         second.close()
@@ -343,7 +343,7 @@ def test_a_model_that_has_failed_does_not_keep_another_from_loading(
         def device_bytes(self) -> int:
             return 100
 
-        def give_way(self) -> None:
+        def shrink(self) -> None:
             raise EngineError("a worker thread failed")
 
     limits.set(Failed(), GPU, 500, Window(Device(1000)))

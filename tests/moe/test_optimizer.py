@@ -40,7 +40,7 @@ def test_an_expert_without_tokens_only_decays(tmp_path: Path) -> None:
 everywhere = pytest.mark.parametrize(
     ("where", "clip"),
     slow_rows(
-        [("gpu", 0.5), ("host with 2 slots", None), *product(["disk, 5 at home"], [None, 0.5])], 2
+        [("gpu", 0.5), ("host with 2 slots", None), *product(["disk, 5 resident"], [None, 0.5])], 2
     ),
 )
 

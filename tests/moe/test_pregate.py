@@ -422,7 +422,7 @@ def test_training_with_clipping_and_accumulation(tmp_path: Path) -> None:
     batches = next(task.batches())
     expected = train_step(plain, adamw(plain, task, eps=1e-4), batches)
     model = overspill.pregate(task.model())
-    with spilled(model, "disk, 5 at home", tmp_path):
+    with spilled(model, "disk, 5 resident", tmp_path):
         loss = train_step(model, adamw(model, task, eps=1e-4), batches)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert_close(weights_of(model), weights_of(plain))

@@ -98,8 +98,8 @@ def test_kept_activations_are_dropped_by_a_checkpoint_and_computed_again(
     [
         ("gpu", "keep"),
         ("host with 2 slots", "recompute"),
-        pytest.param("disk, 5 at home", "keep", marks=pytest.mark.slow),
-        ("disk, 5 at home", "recompute"),
+        pytest.param("disk, 5 resident", "keep", marks=pytest.mark.slow),
+        ("disk, 5 resident", "recompute"),
     ],
 )
 def test_a_checkpoint_changes_no_bit(where: str, activations: str, tmp_path: Path) -> None:

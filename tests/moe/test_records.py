@@ -11,8 +11,8 @@ from torch import Tensor
 from overspill.core.errors import OrderError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
-from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.records import ExpertRecords
+from overspill.moe.residents.memory import Residents
 from overspill.tiers.entry import Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.store import ExpertStore
@@ -40,18 +40,18 @@ class Bench:
         return out
 
 
-# experts of each layer at home on the device, and those that always stay in host memory
+# experts of each layer resident, and those that always stay in host memory
 PLACES = {"gpu": ([3, 3], 0), "host": ([0, 0], 6), "disk": ([0, 0], 2), "all": ([1, 2], 1)}
 
 
 @pytest.fixture(params=PLACES)
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     counts, in_host = PLACES[request.param]
-    homes = DeviceHomes(counts, LAYOUT, torch.device("cpu"))
-    homes.allocate_states(torch.float32)
-    store = ExpertStore(N_LAYERS, EXPERTS, LAYOUT, in_host, 2, False, tmp_path, homes=counts)
+    residents = Residents(counts, LAYOUT, torch.device("cpu"))
+    residents.allocate_states(torch.float32)
+    store = ExpertStore(N_LAYERS, EXPERTS, LAYOUT, in_host, 2, False, tmp_path, residents=counts)
     store.allocate(Part.STATES)
-    yield Bench(ExpertRecords(store, homes), store)
+    yield Bench(ExpertRecords(store, residents), store)
     store.close()
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overspill.moe.residency import BytesEach, Residency
-from overspill.plan.homes import DeviceShare
+from overspill.plan.residents import DeviceShare
 
 EXPERT = 10
 GRADIENT = 2
@@ -24,7 +24,7 @@ class FakeGpu:
         self.fixed = fixed
         self.per_row = per_row
         self.waste = waste
-        self.homes = 0
+        self.residents = 0
         self.sums = 0
         self.each = BytesEach(EXPERT)
         self.moves: list[int] = []
@@ -34,7 +34,7 @@ class FakeGpu:
         self.overflows = 0
 
     def allocated(self) -> int:
-        return self.fixed + self.homes * EXPERT + self.sums * GRADIENT
+        return self.fixed + self.residents * EXPERT + self.sums * GRADIENT
 
     def peak(self) -> int:
         return self._peak
@@ -50,7 +50,7 @@ class FakeGpu:
 
     @property
     def share(self) -> DeviceShare:
-        return DeviceShare(self.homes, self.sums)
+        return DeviceShare(self.residents, self.sums)
 
     @property
     def most_sums(self) -> int:
@@ -60,7 +60,7 @@ class FakeGpu:
         return self.each
 
     def set_share(self, share: DeviceShare) -> None:
-        self.homes, self.sums = share
+        self.residents, self.sums = share
         self.moves.append(share.experts)
 
     def run(self, rows: int, training: bool = True) -> None:
@@ -89,11 +89,11 @@ def test_equal_batches_use_the_budget_without_overflow(
     gpu = FakeGpu(budget, fixed, per_row, waste)
     train(gpu, [rows] * 30)
     if fixed + rows * per_row > budget:
-        return  # does not fit whatever the homes are
+        return  # does not fit whatever the residents are
     assert gpu.overflows == 0
     left = budget - gpu.allocated() - rows * per_row * (1 + waste)
     allowed = 0.16 * budget + max(2 * EXPERT, waste * rows * per_row) + EXPERT
-    assert gpu.homes == TOTAL or left <= allowed
+    assert gpu.residents == TOTAL or left <= allowed
     assert len(gpu.moves) <= 6, "it settles"
 
 
@@ -110,7 +110,7 @@ def test_experts_leave_before_a_larger_batch_and_return_after_it_at_most_once() 
     train(gpu, [100] * 8 + [300] * 8 + [100] * 20)
     assert gpu.overflows == 0
     assert gpu.moves[0] > gpu.moves[1], "some left before the larger batch"
-    assert gpu.homes * EXPERT >= 0.5 * (700 - 40 - 300)
+    assert gpu.residents * EXPERT >= 0.5 * (700 - 40 - 300)
 
 
 @given(st.lists(st.integers(10, 200), min_size=5, max_size=40))
@@ -124,19 +124,19 @@ def test_batches_of_any_sizes_do_not_overflow(batches: list[int]) -> None:
 def test_a_shortage_makes_experts_leave() -> None:
     gpu = FakeGpu(1000, 40, 2.0, 0.0)
     residency = train(gpu, [200] * 6)
-    before = gpu.homes
+    before = gpu.residents
     gpu.waste = 0.3
     train(gpu, [200] * 12, residency)
-    assert gpu.homes < before
+    assert gpu.residents < before
 
 
 def test_memory_that_another_process_takes_makes_experts_leave() -> None:
     gpu = FakeGpu(1000, 40, 1.0, 0.0)
     residency = train(gpu, [100] * 9)
-    before = gpu.homes
+    before = gpu.residents
     gpu.taken = 500
     train(gpu, [100] * 4, residency)
-    assert gpu.homes < before
+    assert gpu.residents < before
     assert gpu.overflows == 0
 
 
@@ -148,27 +148,27 @@ def test_a_large_evaluation_makes_room_and_training_keeps_what_it_needs() -> Non
         gpu.run(400, training=False)
     train(gpu, [100] * 10, residency)
     assert gpu.overflows == 0
-    assert gpu.homes * EXPERT >= 0.8 * (700 - 40 - 100)
+    assert gpu.residents * EXPERT >= 0.8 * (700 - 40 - 100)
 
 
 def test_experts_leave_before_they_need_more_memory_each() -> None:
     gpu = FakeGpu(500, 40, 1.0, 0.0)
     residency = train(gpu, [100] * 9)
-    before = gpu.homes
+    before = gpu.residents
     gpu.each = BytesEach(2 * EXPERT)
     residency.before_pass(100, training=True)
-    assert gpu.homes == before // 2
+    assert gpu.residents == before // 2
 
 
 def test_passes_that_need_other_memory_are_observed_first() -> None:
     gpu = FakeGpu(1000, 40, 1.0, 0.0)
     residency = train(gpu, [100] * 9)
-    assert gpu.homes == TOTAL
+    assert gpu.residents == TOTAL
     gpu.per_row = 6.0
     residency.begin_again()
-    assert gpu.homes == 0
+    assert gpu.residents == 0
     train(gpu, [100] * 9, residency)
-    assert 0 < gpu.homes < TOTAL
+    assert 0 < gpu.residents < TOTAL
     assert gpu.overflows == 0
 
 
@@ -178,31 +178,35 @@ def test_a_move_that_does_not_fit_is_taken_back() -> None:
             self.moves.append(share.experts)
             if share.experts > 30:
                 raise torch.OutOfMemoryError
-            self.homes = share.experts
+            self.residents = share.experts
 
     gpu = Fragmented(500, 40, 1.0, 0.0)
     train(gpu, [100] * 60)
     assert gpu.moves[:2] == [34, 0]
-    assert gpu.homes == 30
+    assert gpu.residents == 30
 
 
-@pytest.mark.parametrize(("budget", "homes", "sums"), [(240, 0, 45), (440, 20, 40), (1200, 60, 0)])
-def test_accumulated_gradients_come_before_experts(budget: int, homes: int, sums: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "residents", "sums"), [(240, 0, 45), (440, 20, 40), (1200, 60, 0)]
+)
+def test_accumulated_gradients_come_before_experts(budget: int, residents: int, sums: int) -> None:
     gpu = FakeGpu(budget, 40, 1.0, 0.0)
     gpu.each = BytesEach(EXPERT, gradient=GRADIENT)
     train(gpu, [100] * 9)
-    assert gpu.homes == pytest.approx(homes, abs=2)
+    assert gpu.residents == pytest.approx(residents, abs=2)
     assert gpu.sums == pytest.approx(sums, abs=4)
     assert gpu.overflows == 0
 
 
-@pytest.mark.parametrize(("budget", "homes", "kept"), [(450, 30, 0), (700, 49, 28), (1000, 60, 60)])
+@pytest.mark.parametrize(
+    ("budget", "residents", "kept"), [(450, 30, 0), (700, 49, 28), (1000, 60, 60)]
+)
 def test_experts_come_before_kept_gradients_until_few_are_streamed(
-    budget: int, homes: int, kept: int
+    budget: int, residents: int, kept: int
 ) -> None:
     gpu = FakeGpu(budget, 40, 1.0, 0.0)
     gpu.each = BytesEach(EXPERT, kept=GRADIENT)
     train(gpu, [100] * 9)
-    assert gpu.homes == pytest.approx(homes, abs=3)
+    assert gpu.residents == pytest.approx(residents, abs=3)
     assert gpu.sums == pytest.approx(kept, abs=12)
     assert gpu.overflows == 0

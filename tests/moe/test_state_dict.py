@@ -30,7 +30,7 @@ from tests.slow import slow_names
         WHERE,
         "host with 5 slots",
         "host with 12 slots",
-        "host, 7 at home",
+        "host, 7 resident",
         "disk behind 9 host slots",
     ),
 )

@@ -1,4 +1,4 @@
-"""Homes that follow usage: experts exchange places between passes, and no bit changes."""
+"""Residents that follow usage: experts are swapped between passes, and no bit changes."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.models.gpt import GPTMoE
 from overspill.moe.engine import Engine
 from overspill.moe.settings import Settings
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from tests.interrupts import calls_of, interrupted, spread
 from tests.moe.oracle import (
     N_EXPERTS,
@@ -36,17 +36,17 @@ from tests.moe.streaming.frozen import SmallTask
 from tests.pairs import all_pairs
 from tests.slow import slow_rows
 
-WHERE = ["host, 7 at home", "disk, 5 at home"]
+WHERE = ["host, 7 resident", "disk, 5 resident"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def shuffle(engine: Engine, rng: random.Random) -> None:
-    """Every expert at home that can exchanges its place with a streamed one."""
+    """Every resident expert that can is swapped with a streamed one."""
     found = []
-    for layer, count in enumerate(engine.homes):
+    for layer, count in enumerate(engine.residents):
         streamed = rng.sample(range(count, N_EXPERTS), N_EXPERTS - count)
-        found += [Exchange(layer, a, b) for a, b in zip(range(count), streamed, strict=False)]
-    engine.exchange_homes(found)
+        found += [Swap(layer, a, b) for a, b in zip(range(count), streamed, strict=False)]
+    engine.swap_experts(found)
 
 
 def dense_parameters(model: GPTMoE) -> Iterator[Tensor]:
@@ -54,7 +54,7 @@ def dense_parameters(model: GPTMoE) -> Iterator[Tensor]:
 
 
 def tune(model: GPTMoE, task: Task, engine: Engine | None = None) -> Run:
-    """Trains all but the experts, which exchange places before every pass and before backward."""
+    """Trains all but the experts, which are swapped before every pass and before backward."""
     optimizer = torch.optim.AdamW(dense_parameters(model), lr=1e-2)
     run, rng = Run(), random.Random(0)
     for batches in task.batches():
@@ -75,7 +75,7 @@ def tune(model: GPTMoE, task: Task, engine: Engine | None = None) -> Run:
 @pytest.mark.parametrize(
     ("where", "dtype", "checkpoint"), slow_rows(all_pairs(WHERE, DTYPES, [False, True]), 0, 3)
 )
-def test_exchanges_between_passes_change_no_bit_of_fine_tuning(
+def test_swaps_between_passes_change_no_bit_of_fine_tuning(
     where: str, dtype: torch.dtype, checkpoint: bool, tmp_path: Path
 ) -> None:
     task = SmallTask(
@@ -93,7 +93,7 @@ def test_exchanges_between_passes_change_no_bit_of_fine_tuning(
 @pytest.mark.parametrize(
     ("where", "dtype", "uploader"), all_pairs(WHERE, DTYPES, ["thread", "native"])
 )
-def test_exchanges_between_passes_change_no_bit_of_inference(
+def test_swaps_between_passes_change_no_bit_of_inference(
     where: str, dtype: torch.dtype, uploader: str, tmp_path: Path
 ) -> None:
     if uploader == "native" and where.startswith("disk"):
@@ -130,28 +130,28 @@ def test_state_dicts_and_loaded_weights_keep_their_names(where: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("where", "clip"), slow_rows([(WHERE[0], None), (WHERE[1], 0.5)], 0))
-def test_experts_that_have_exchanged_places_can_be_trained(
+def test_experts_that_were_swapped_can_be_trained(
     where: str, clip: float | None, tmp_path: Path
 ) -> None:
     task, rng = Task(n_layers=3, clip=clip, steps=3), random.Random(0)
     runs = []
-    for exchanged in (True, False):
+    for swapped in (True, False):
         model, run = task.model(), Run()
         with spilled(model, where, tmp_path) as engine:
-            if exchanged:
+            if swapped:
                 shuffle(engine, rng)
             optimizer = adamw(model, task)
             for number, batches in enumerate(task.batches()):
                 if number == 1:
-                    engine.set_homes([1, 4, 2])
+                    engine.set_residents([1, 4, 2])
                 run.losses.append(train_step(model, optimizer, batches))
                 if optimizer.total_norm is not None:
                     run.norms.append(optimizer.total_norm)
             run.weights = weights_of(model)
             states = copy.deepcopy(optimizer.state_dict()["state"])
-            if exchanged:
-                with pytest.raises(OrderError, match="optimizer states cannot exchange places"):
-                    engine.exchange_homes([Exchange(0, 0, 4)])
+            if swapped:
+                with pytest.raises(OrderError, match="optimizer states cannot be swapped"):
+                    engine.swap_experts([Swap(0, 0, 4)])
         runs.append((run, states))
     (run, states), (other, others) = runs
     assert_same_bits(run, other)
@@ -162,56 +162,56 @@ def test_experts_that_have_exchanged_places_can_be_trained(
             torch.testing.assert_close(value, others[number][name], rtol=0, atol=0)
 
 
-def test_a_graph_that_is_kept_can_be_used_after_every_exchange(tmp_path: Path) -> None:
+def test_a_graph_that_is_kept_can_be_used_after_every_swap(tmp_path: Path) -> None:
     task, rng = SmallTask(), random.Random(0)
     model = task.model()
-    with spilled(model, "host, 7 at home", tmp_path) as engine:
+    with spilled(model, "host, 7 resident", tmp_path) as engine:
         loss, weight = loss_of(model, task.tokens), model.embedding.weight
         (expected,) = torch.autograd.grad(loss, weight, retain_graph=True)
         for _ in range(3):
             shuffle(engine, rng)
             assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=True)[0], expected)
-        engine.set_homes([N_EXPERTS] * 3)
+        engine.set_residents([N_EXPERTS] * 3)
         assert torch.equal(torch.autograd.grad(loss, weight)[0], expected)
 
 
-def test_kept_activations_of_experts_that_have_exchanged_places_are_refused(
+def test_kept_activations_of_experts_that_were_swapped_are_refused(
     tmp_path: Path,
 ) -> None:
     task, rng = SmallTask(), random.Random(0)
     model = task.model()
     settings = Settings(activations="keep")
-    with spilled(model, "host, 7 at home", tmp_path, settings, idle=False) as engine:
+    with spilled(model, "host, 7 resident", tmp_path, settings, idle=False) as engine:
         loss = loss_of(model, task.tokens)
         shuffle(engine, rng)
-        with pytest.raises(OrderError, match=r"exchanged places since .* run the forward again"):
+        with pytest.raises(OrderError, match=r"were swapped since .* run the forward again"):
             loss.backward()
 
 
-def test_cpu_experts_follow_exchanges(tmp_path: Path) -> None:
+def test_cpu_experts_follow_swaps(tmp_path: Path) -> None:
     task, rng = SmallTask(), random.Random(0)
     model, plain = task.model(), task.model()
     settings = Settings(cpu_experts=True, cpu_policy=lambda counts, phase: frozenset({2, 3, 4}))
-    with spilled(model, "host, 7 at home", tmp_path, settings) as engine:
+    with spilled(model, "host, 7 resident", tmp_path, settings) as engine:
         run = tune(model, task, engine)
-        engine.set_homes([1, 1, 1])
+        engine.set_residents([1, 1, 1])
         shuffle(engine, rng)
         assert_follows(run, tune(plain, task))
         loss = loss_of(model, task.tokens)
         assert loss.item() == pytest.approx(loss_of(plain, task.tokens).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("exchange", [(0, 2, 3), (0, 0, 1), (0, 0, 5), (1, -1, 4), (3, 0, 4)])
-def test_impossible_exchanges_are_refused(exchange: tuple[int, int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("swap", [(0, 2, 3), (0, 0, 1), (0, 0, 5), (1, -1, 4), (3, 0, 4)])
+def test_impossible_swaps_are_refused(swap: tuple[int, int, int], tmp_path: Path) -> None:
     with (
-        spilled(Task(n_layers=3).model(), "host, 7 at home", tmp_path) as engine,
+        spilled(Task(n_layers=3).model(), "host, 7 resident", tmp_path) as engine,
         pytest.raises(ConfigError, match=r"of 5 positions the first \[2, 2, 3\] of each layer"),
     ):
-        engine.exchange_homes([Exchange(*exchange)])
+        engine.swap_experts([Swap(*swap)])
 
 
 @pytest.mark.parametrize("where", slow_rows(WHERE, 0))
-def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path: Path) -> None:
+def test_an_interrupt_anywhere_in_a_swap_loses_nothing(where: str, tmp_path: Path) -> None:
     task = SmallTask(n_layers=2, frozen=(0, 1))
     model = task.model()
     weights = weights_of(model)
@@ -219,7 +219,7 @@ def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path
         expected = loss_of(model, task.tokens).item()
 
         def move() -> None:
-            engine.exchange_homes([Exchange(layer, 0, b) for layer in (0, 1) for b in (4, 3)])
+            engine.swap_experts([Swap(layer, 0, b) for layer in (0, 1) for b in (4, 3)])
 
         for at in spread(calls_of(move), 20):
             interrupted(move, at)
@@ -229,13 +229,13 @@ def test_an_interrupt_anywhere_in_an_exchange_loses_nothing(where: str, tmp_path
 
 
 @pytest.mark.parametrize("where", slow_rows(WHERE, 1))
-def test_a_failure_in_an_exchange_loses_nothing(
+def test_a_failure_in_a_swap_loses_nothing(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = SmallTask()
     model = task.model()
     weights = weights_of(model)
-    pairs = [Exchange(layer, 0, 4) for layer in range(3)]
+    pairs = [Swap(layer, 0, 4) for layer in range(3)]
     with spilled(model, where, tmp_path) as engine:
         expected = loss_of(model, task.tokens).item()
         methods = {name: getattr(Tensor, name) for name in ("clone", "copy_", "to")}
@@ -252,7 +252,7 @@ def test_a_failure_in_an_exchange_loses_nothing(
             with monkeypatch.context() as patch:
                 patch.setattr(Tensor, method, fails)
                 try:
-                    engine.exchange_homes(pairs)
+                    engine.swap_experts(pairs)
                 except torch.OutOfMemoryError:
                     assert left < 0
             assert loss_of(model, task.tokens).item() == expected
@@ -275,50 +275,50 @@ class Uses:
 def follow(
     used: list[set[int]], where: str, disk: Path, **options: Any
 ) -> tuple[list[set[int]], int]:
-    """The experts at home in layer 0 after some passes in which experts are `used`, and how many
-    exchanges there were."""
+    """The resident experts in layer 0 after some passes in which experts are `used`, and how many
+    swaps there were."""
     task = Task(n_layers=1)
     model, (tokens,) = task.model().eval(), next(task.batches())
     settings = Settings(follow_usage=True, **options)
     with spilled(model, where, disk, settings, gpu_experts=2) as engine, torch.no_grad():
-        homes = [set(engine.addresses.at_home[0])]
+        residents = [set(engine.addresses.resident[0])]
         with model.moe_layers()[0].experts.routed_by(Uses(used)):
             for _ in range(6):
                 model(tokens[:, :-1])
-                homes.append(set(engine.addresses.at_home[0]))
-    return homes, sum(len(after - before) for before, after in itertools.pairwise(homes))
+                residents.append(set(engine.addresses.resident[0]))
+    return residents, sum(len(after - before) for before, after in itertools.pairwise(residents))
 
 
 @pytest.mark.parametrize("where", slow_rows(WHERE, 1))
 def test_the_experts_with_most_tokens_move_to_the_device(where: str, tmp_path: Path) -> None:
-    homes, exchanged = follow([{3, 4}], where, tmp_path)
-    assert homes[:2] == [{0, 1}, {0, 1}]
-    assert homes[2:] == [{3, 4}] * 5
-    assert exchanged == 2
+    residents, swapped = follow([{3, 4}], where, tmp_path)
+    assert residents[:2] == [{0, 1}, {0, 1}]
+    assert residents[2:] == [{3, 4}] * 5
+    assert swapped == 2
 
 
 def test_places_follow_the_last_pass(tmp_path: Path) -> None:
-    homes, _ = follow([{3, 4}, {1, 2}], "host, 7 at home", tmp_path)
-    assert homes[2:] == [{3, 4}, {1, 2}, {3, 4}, {1, 2}, {3, 4}]
+    residents, _ = follow([{3, 4}, {1, 2}], "host, 7 resident", tmp_path)
+    assert residents[2:] == [{3, 4}, {1, 2}, {3, 4}, {1, 2}, {3, 4}]
 
 
 def test_kept_activations_keep_experts_in_place(tmp_path: Path) -> None:
-    _, exchanged = follow([{3, 4}], "host, 7 at home", tmp_path, activations="keep")
-    assert exchanged == 0
+    _, swapped = follow([{3, 4}], "host, 7 resident", tmp_path, activations="keep")
+    assert swapped == 0
 
 
 def test_trained_experts_stay_in_place(tmp_path: Path) -> None:
     task = Task(n_layers=2, steps=3, starve=True)
     model = task.model()
     settings = Settings(follow_usage=True)
-    with spilled(model, "host, 7 at home", tmp_path, settings) as engine:
+    with spilled(model, "host, 7 resident", tmp_path, settings) as engine:
         optimizer = adamw(model, task)
         for batches in task.batches():
             train_step(model, optimizer, batches)
-        assert engine.addresses.at_home == [tuple(range(count)) for count in engine.homes]
+        assert engine.addresses.resident == [tuple(range(count)) for count in engine.residents]
 
 
-def test_a_device_without_memory_for_an_exchange_goes_on(
+def test_a_device_without_memory_for_a_swap_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def scarce(*_: object, **__: object) -> Tensor:
@@ -326,6 +326,6 @@ def test_a_device_without_memory_for_an_exchange_goes_on(
 
     with caplog.at_level(logging.INFO, logger="overspill"), monkeypatch.context() as patch:
         patch.setattr(Tensor, "clone", scarce)
-        homes, _ = follow([{3, 4}], "host, 7 at home", tmp_path)
-    assert homes[-1] == {0, 1}
-    assert "no GPU memory left to exchange experts" in caplog.text
+        residents, _ = follow([{3, 4}], "host, 7 resident", tmp_path)
+    assert residents[-1] == {0, 1}
+    assert "no GPU memory left to swap experts" in caplog.text

@@ -24,7 +24,7 @@ CASES = {
         replace(TASK, micro_batches=2), uneven=True, where={"mode": "gpu"}
     ),
     "disk": Case(TASK, uneven=True, where=ON_DISK),
-    "disk, one of each layer at home, clipped": Case(
+    "disk, one of each layer resident, clipped": Case(
         replace(TASK, clip=0.5), where={**ON_DISK, "gpu_experts": 2, "keep_gradients": True}
     ),
     "an expert without tokens, recomputed blocks": Case(

@@ -64,7 +64,7 @@ CASES = {
         replace(TASK, starve=True, checkpoint=True), settings=settings(3, "keep", inject=late)
     ),
     "one group, kept rows": Case(TASK, settings=settings(1, "keep")),
-    "disk, one of each layer at home, clipping and accumulation": Case(
+    "disk, one of each layer resident, clipping and accumulation": Case(
         replace(TASK, clip=0.5, micro_batches=2),
         settings=settings(3, "keep"),
         where={**ON_DISK, "gpu_experts": 2},

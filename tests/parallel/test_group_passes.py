@@ -15,7 +15,7 @@ from overspill.core.expert_map import ExpertMap
 from overspill.models.gpt import GPTMoE
 from overspill.moe.settings import Settings
 from overspill.moe.state_dict import split_record
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from tests.moe.oracle import Task, loss_of
 from tests.moe.pipeline import cases as layers
 from tests.parallel.processes import run_ranks
@@ -66,7 +66,7 @@ def gradients_of_layer(mesh: DeviceMesh, case: layers.Case, rows: str) -> layers
 def train_moving(mesh: DeviceMesh) -> Result:
     def move(engine: Any, step: int) -> None:
         if mesh.get_local_rank() == 0:
-            engine.set_homes([step % 3, (step + 1) % 3])
+            engine.set_residents([step % 3, (step + 1) % 3])
 
     return train_rank(mesh, MOVING, before_step=move)
 
@@ -95,7 +95,7 @@ def gradients_after_an_exchange(mesh: DeviceMesh, offloaded: bool) -> list[Tenso
         model.zero_grad()
         loss = loss_of(model, torch.arange(24).view(2, 12) + rank)
         if offloaded and rank == 0:
-            engine.exchange_homes([Exchange(layer, 0, 2) for layer in range(2)])
+            engine.swap_experts([Swap(layer, 0, 2) for layer in range(2)])
         loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -177,7 +177,7 @@ def test_ranks_without_rows_have_the_gradients_of_plain_autograd(
                     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_homes_that_change_on_one_rank_do_not_change_training(
+def test_residents_that_change_on_one_rank_do_not_change_training(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     assert_follows([found["moving"] for found in two_ranks], plain(MOVING))

@@ -33,7 +33,7 @@ CASES = {
         where={"mode": "host", "slots": 2, "shard_dense": True},
         settings=Settings(cpu_experts=True, cpu_training=True, cpu_policy=every_other),
     ),
-    "disk, homes that change on one rank, accumulation, recomputed blocks": Case(
+    "disk, residents that change on one rank, accumulation, recomputed blocks": Case(
         replace(TASK, clip=0.5, micro_batches=2, checkpoint=True),
         4,
         uneven=True,
@@ -46,7 +46,7 @@ SLOW = "experts on the device, clipped, uneven"
 
 def move_on_first_rank(engine: Any, step: int) -> None:
     if dist.get_rank() == 0 and step:
-        engine.set_homes([step % 2, 1 + step % 2])
+        engine.set_residents([step % 2, 1 + step % 2])
 
 
 def other_experts(mesh: DeviceMesh) -> str:

@@ -56,10 +56,10 @@ def on_the_device(mesh: DeviceMesh) -> None:
     offload(TASK.model(), mesh, settings=DYNAMIC, mode="gpu")
 
 
-def homes(mesh: DeviceMesh) -> None:
+def residents(mesh: DeviceMesh) -> None:
     model: Any = TASK.model()
     offload(model, mesh, settings=DYNAMIC)
-    model.overspill.set_homes([1, 1])
+    model.overspill.set_residents([1, 1])
 
 
 def nothing_left(mesh: DeviceMesh) -> list[str]:
@@ -155,7 +155,7 @@ def frozen(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 ATTEMPTS: list[Callable[[DeviceMesh], Any]] = [
     refused_memory,
     on_the_device,
-    homes,
+    residents,
     nothing_left,
     loaded_weights,
     frozen,
@@ -180,7 +180,7 @@ def test_ranks_fail_together_and_leave_nothing(results: dict[str, tuple[Any, Any
     for error in results["on_the_device"]:
         assert isinstance(error, ConfigError)
         assert "on rank 0 experts live on the GPU or on disk" in str(error)
-    for error in results["homes"]:
+    for error in results["residents"]:
         assert isinstance(error, ConfigError)
     assert results["nothing_left"] == ([], [])
     for name in ("loaded_weights", "frozen"):

@@ -72,10 +72,10 @@ def test_every_expert_is_placed_and_slots_are_enough(
     if request.mode != "auto":
         assert placement.mode == request.mode
     if placement.mode == "gpu":
-        assert placement.homes == model.experts
+        assert placement.residents == model.experts
         return
-    assert placement.homes + placement.home_slots + placement.disk_slots == model.experts
-    assert placement.homes == 0 or placement.fills
+    assert placement.residents + placement.permanent_slots + placement.disk_slots == model.experts
+    assert placement.residents == 0 or placement.fills
     assert placement.cache_slots >= min(2, placement.disk_slots)
     assert placement.slots <= max(2, model.experts)
     assert placement.slots >= min(2, model.experts), "one computes while another is uploaded"
@@ -103,10 +103,10 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
         assert dense + model.experts * slot_bytes <= request.gpu_memory
         slots = ring = 0
     else:
-        at_home = placement.homes * slot_bytes
-        on_gpu = dense + at_home + placement.slots * model.weight_record
+        resident = placement.residents * slot_bytes
+        on_gpu = dense + resident + placement.slots * model.weight_record
         assert on_gpu <= request.gpu_memory
-        slots = placement.home_slots + placement.cache_slots
+        slots = placement.permanent_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
     if slots or placement.dense_states or placement.dense_weights:
         used = slots * slot_bytes + ring + placement.reserved
@@ -135,7 +135,7 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
             place(model, replace(request, mode="host", keep_gradients=True))
         if request.residency:  # the GPU has no room for those that are on disk
             held = model.dense_buffers if placement.dense_weights else model.dense
-            free = 0.75 * request.gpu_memory - held - placement.homes * model.record
+            free = 0.75 * request.gpu_memory - held - placement.residents * model.record
             assert free < (placement.disk_slots + placement.slots + 2) * 2 * model.record
 
 
@@ -147,15 +147,15 @@ def test_experts_that_host_memory_does_not_hold_start_on_the_gpu(disk: int | Non
     request = BudgetRequest(40 * GIB, 110 * GIB, disk, keep_gradients=False, residency=True)
     placement = place(MOE_L_24, request)
     assert (placement.mode, placement.disk_slots) == ("host", 0)
-    assert 60 < placement.homes < 120
+    assert 60 < placement.residents < 120
 
 
 def test_those_that_neither_holds_are_on_disk_with_room_for_the_others() -> None:
     request = BudgetRequest(24 * GIB, 60 * GIB, 200 * GIB, keep_gradients=False, residency=True)
     placement = place(MOE_L_24, request)
     assert placement.mode == "disk"
-    assert placement.homes > 30
-    assert placement.spare_records == placement.homes
+    assert placement.residents > 30
+    assert placement.spare_records == placement.residents
 
 
 def test_slots_hold_the_stage_that_computes_and_the_next_one() -> None:
@@ -269,15 +269,15 @@ def test_given_slots_imply_spilling() -> None:
     assert place(SMALL, replace(AMPLE, slots=5)).slots == 5
     placement = place(SMALL, replace(AMPLE, host_slots=6))
     assert placement.mode == "disk"
-    assert placement.home_slots + placement.cache_slots == 6
+    assert placement.permanent_slots + placement.cache_slots == 6
 
 
 def test_only_in_training_some_experts_of_a_model_on_disk_stay_in_host_memory() -> None:
     asked = replace(AMPLE, host_slots=6)
     trained = place(replace(SMALL, training=True), asked)
-    assert trained.home_slots == trained.cache_slots == 3
+    assert trained.permanent_slots == trained.cache_slots == 3
     served = place(replace(SMALL, training=False), asked)
-    assert (served.home_slots, served.cache_slots) == (0, 6)
+    assert (served.permanent_slots, served.cache_slots) == (0, 6)
 
 
 def test_a_single_expert_can_be_spilled() -> None:
@@ -289,10 +289,10 @@ EIGHT_A_LAYER = ModelSizes(4, 8, 1 << 20, 6 << 20, 4 << 20, 6 << 20, 1 << 10, tr
 ROOMY = BudgetRequest(gpu_memory=1 << 30, host_memory=PROCESS + (1 << 30))
 
 
-@pytest.mark.parametrize("homes", [-1, 33, 2.5])
-def test_an_impossible_number_of_experts_on_the_gpu_is_refused(homes: int) -> None:
-    with pytest.raises(ConfigError, match=f"gpu_experts={homes} must be .* from 0 to 32"):
-        place(EIGHT_A_LAYER, replace(ROOMY, gpu_experts=homes))
+@pytest.mark.parametrize("residents", [-1, 33, 2.5])
+def test_an_impossible_number_of_experts_on_the_gpu_is_refused(residents: int) -> None:
+    with pytest.raises(ConfigError, match=f"gpu_experts={residents} must be .* from 0 to 32"):
+        place(EIGHT_A_LAYER, replace(ROOMY, gpu_experts=residents))
     with pytest.raises(ConfigError, match=r"mode='gpu' keeps all 32 experts .*; give one of them"):
         place(EIGHT_A_LAYER, replace(ROOMY, mode="gpu", gpu_experts=3))
 
@@ -300,10 +300,10 @@ def test_an_impossible_number_of_experts_on_the_gpu_is_refused(homes: int) -> No
 def test_experts_on_the_gpu_need_memory_there_and_none_elsewhere() -> None:
     assert place(EIGHT_A_LAYER, ROOMY).mode == "gpu"
     placement = place(EIGHT_A_LAYER, replace(ROOMY, gpu_experts=24))
-    assert (placement.mode, placement.homes, placement.home_slots) == ("host", 24, 8)
+    assert (placement.mode, placement.residents, placement.permanent_slots) == ("host", 24, 8)
     with pytest.raises(BudgetError, match=r"gpu_experts=24 168\.0 MiB"):
         place(EIGHT_A_LAYER, replace(ROOMY, gpu_memory=100 << 20, gpu_experts=24))
-    # without a home on the GPU, the others would be on disk
+    # without residents, the others would be on disk
     small = replace(ROOMY, host_memory=PROCESS + (96 << 20), disk_free=1 << 40, gpu_experts=24)
     assert place(EIGHT_A_LAYER, small).mode == "host"
     assert place(EIGHT_A_LAYER, replace(small, gpu_experts=0)).mode == "disk"
@@ -326,7 +326,7 @@ def test_no_error_names_experts_on_the_gpu_that_were_not_asked_for() -> None:
         message,
     ), message
     with_disk = place(model, replace(asked, gpu_memory=790 * MIB, disk_free=100 * GIB))
-    assert (with_disk.mode, with_disk.homes) == ("disk", 0)
+    assert (with_disk.mode, with_disk.residents) == ("disk", 0)
 
 
 MAPPED = replace(AMPLE, can_map=True, host_memory=2 * GIB)
@@ -461,6 +461,6 @@ def test_frozen_experts_need_their_weights_alone() -> None:
     with pytest.raises(BudgetError, match=r"does not hold the experts, which need 33\d\.\d+ GiB"):
         place(model, request)
     frozen = place(replace(model, frozen=True), request)
-    assert (frozen.home_slots, frozen.ring, frozen.training) == (48 * 128, 0, True)
+    assert (frozen.permanent_slots, frozen.ring, frozen.training) == (48 * 128, 0, True)
     with pytest.raises(BudgetError, match=r"which need 55\.0+ GiB"):
         place(replace(model, frozen=True), replace(request, host_memory=54 * GIB))

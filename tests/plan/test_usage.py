@@ -3,20 +3,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.plan.usage import Exchange, exchanges
+from overspill.plan.usage import Swap, swaps
 
 
 def test_a_streamed_expert_takes_the_place_of_one_with_fewer_rows() -> None:
-    assert exchanges([[20, 3, 20, 4]], [2], most=8) == [Exchange(0, 1, 2)]
+    assert swaps([[20, 3, 20, 4]], [2], most=8) == [Swap(0, 1, 2)]
 
 
 def test_the_largest_gains_of_all_layers_come_first() -> None:
     rows = [[10, 4, 60, 90], [0, 50, 100, 100]]
-    assert exchanges(rows, [2, 2], most=2) == [Exchange(1, 0, 2), Exchange(0, 1, 3)]
+    assert swaps(rows, [2, 2], most=2) == [Swap(1, 0, 2), Swap(0, 1, 3)]
 
 
-def test_layers_with_all_or_no_experts_at_home_or_without_routing_exchange_nothing() -> None:
-    assert exchanges([[0, 50], [0, 50], None], [0, 2, 1], most=8) == []
+def test_layers_with_all_or_no_resident_experts_or_without_routing_swap_nothing() -> None:
+    assert swaps([[0, 50], [0, 50], None], [0, 2, 1], most=8) == []
 
 
 @given(
@@ -24,18 +24,18 @@ def test_layers_with_all_or_no_experts_at_home_or_without_routing_exchange_nothi
     st.integers(0, 6),
     st.integers(1, 5),
 )
-def test_in_the_end_the_heaviest_experts_are_at_home(
-    rows: list[list[int]], home: int, most: int
+def test_in_the_end_the_heaviest_experts_are_resident(
+    rows: list[list[int]], count: int, most: int
 ) -> None:
-    homes, seen = [home] * len(rows), 0
-    heaviest = [sorted(own, reverse=True)[:home] for own in rows]
-    while found := exchanges(rows, homes, most):
+    residents, seen = [count] * len(rows), 0
+    heaviest = [sorted(own, reverse=True)[:count] for own in rows]
+    while found := swaps(rows, residents, most):
         assert len(found) <= most
         for layer, first, second in found:
             own = rows[layer]
-            assert first < home <= second
+            assert first < count <= second
             assert own[first] < own[second]
             own[first], own[second] = own[second], own[first]
         seen += len(found)
         assert seen <= 3 * len(rows)
-    assert [sorted(own[:home], reverse=True) for own in rows] == heaviest
+    assert [sorted(own[:count], reverse=True) for own in rows] == heaviest

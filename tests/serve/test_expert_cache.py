@@ -178,15 +178,15 @@ def test_experts_that_move_to_the_device_free_their_slots(engine: Engine) -> Non
     steps = Steps(engine, 4)
     for _ in range(3):
         steps.run((0, 1), (2, 3))
-    engine.set_homes([2, 1])
-    at_home = {(layer, e) for layer, ids in enumerate(engine.addresses.at_home) for e in ids}
+    engine.set_residents([2, 1])
+    resident = {(layer, e) for layer, ids in enumerate(engine.addresses.resident) for e in ids}
     steps.follow()
     found = steps.run((2, 3), (0, 1))
-    assert found == at_home | {(0, 0), (0, 1), (1, 2), (1, 3)}
-    engine.set_homes([0, 0])
+    assert found == resident | {(0, 0), (0, 1), (1, 2), (1, 3)}
+    engine.set_residents([0, 0])
     steps.follow()
     uploaded = {(0, 2), (0, 3), (1, 1)}  # the step before has missed them
-    assert steps.run((2, 3), (0, 1)) <= found - at_home | uploaded
+    assert steps.run((2, 3), (0, 1)) <= found - resident | uploaded
     for _ in range(2):
         found = steps.run((2, 3), (0, 1))
     assert len(found) == 4

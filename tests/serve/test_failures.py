@@ -371,7 +371,7 @@ def test_an_unreadable_expert_that_should_move_to_the_device_fails_no_other_requ
     with served_gpt("disk", tmp_path, Settings(follow_usage=True)) as llm:
         home = next(
             (layer, ids[0])
-            for layer, ids in enumerate(llm.model.overspill.addresses.at_home)
+            for layer, ids in enumerate(llm.model.overspill.addresses.resident)
             if ids
         )
         disk.record = home[0] * llm.model.overspill.n_experts  # the next expert of the layer
@@ -431,9 +431,9 @@ def test_an_expert_that_could_not_be_written_is_not_lost(tmp_path: Path) -> None
     fail = FailingJob("ssd write")
     with served_gpt("disk", tmp_path, Settings(inject=fail)) as llm:
         engine = llm.model.overspill
-        (layer, *_) = (layer for layer, count in enumerate(engine.homes) if count)
+        (layer, *_) = (layer for layer, count in enumerate(engine.residents) if count)
         fail.on = True
-        engine.exchange_homes([(layer, 0, engine.homes[layer])])
+        engine.swap_experts([(layer, 0, engine.residents[layer])])
         with pytest.raises(OverspillError, match="injected"):
             tokens_of(llm, PROMPTS * 5, SHORT)
         fail.on = False

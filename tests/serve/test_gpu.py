@@ -49,7 +49,7 @@ LARGE = GPTConfig(
     vocab=1000, n_layers=3, d_model=1024, d_hidden=512, n_heads=16, n_experts=32, top_k=4,
     gated=True, max_seq=256,
 )  # fmt: skip
-every_home = pytest.mark.parametrize("homes", ["all", "some", "none"])
+every_place = pytest.mark.parametrize("residents", ["all", "some", "none"])
 
 
 @pytest.fixture
@@ -83,20 +83,20 @@ def test_an_adapter_is_decoded_in_the_graph_like_the_merged_checkpoint(
     assert tokens[0] == tokens[1] != tokens[2]
 
 
-def set_homes(model: Any, homes: str) -> None:
+def set_residents(model: Any, residents: str) -> None:
     engine = model.overspill
     some = [1 + (2 * layer) % (engine.n_experts - 1) for layer in range(engine.n_layers)]
     counts = {"all": [engine.n_experts] * engine.n_layers, "some": some, "none": [0] * len(some)}
-    engine.set_homes(counts[homes])
+    engine.set_residents(counts[residents])
 
 
 @contextmanager
-def offloaded(model: Any, homes: str, **given: Any) -> Iterator[Any]:
-    """A copy of `model` on the GPU, with experts at home there as `homes` says."""
+def offloaded(model: Any, residents: str, **given: Any) -> Iterator[Any]:
+    """A copy of `model` on the GPU, with resident experts there as `residents` says."""
     options = {"device": "cuda", "mode": "host", "slots": 8, "quiet": True, "progress": False}
     twin = overspill.offload(copy.deepcopy(model), **{**options, **given})
     try:
-        set_homes(twin, homes)
+        set_residents(twin, residents)
         yield twin
     finally:
         twin.overspill.close()
@@ -115,15 +115,15 @@ def tokens_of(plain: Any, prompt: list[int], n: int) -> list[int]:
     return [int(token) for token in made[0, len(prompt) :]]
 
 
-@every_home
+@every_place
 @pytest.mark.parametrize("family", READ, ids=lambda family: family.name)
 def test_tokens_do_not_depend_on_where_experts_are(
-    family: Any, homes: str, fused: list[int]
+    family: Any, residents: str, fused: list[int]
 ) -> None:
     plain = make_model(family).eval().to("cuda")
     expected = [tokens_of(plain, prompt, 12) for prompt in PROMPTS]
     with (
-        offloaded(plain, homes) as model,
+        offloaded(plain, residents) as model,
         overspill.LLM(model, context=64, max_batch=3) as llm,
     ):
         for _ in range(2):
@@ -131,17 +131,17 @@ def test_tokens_do_not_depend_on_where_experts_are(
             assert [llm.generate(p, GREEDY)[0].token_ids for p in PROMPTS] == expected, "alone"
         assert {1, 4} <= set(fused)
         for other in ("all", "none", "some"):  # experts move between requests
-            set_homes(model, other)
+            set_residents(model, other)
             assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, other
 
 
-@every_home
-def test_gpt_moe_generates_its_own_tokens(homes: str, fused: list[int]) -> None:
+@every_place
+def test_gpt_moe_generates_its_own_tokens(residents: str, fused: list[int]) -> None:
     plain = copy.deepcopy(plain_gpt()).to("cuda")
     prompts = [[token % 48 for token in prompt] for prompt in PROMPTS]
     expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
     with (
-        offloaded(plain, homes) as model,
+        offloaded(plain, residents) as model,
         overspill.LLM(model, context=64, max_batch=3) as llm,
     ):
         assert [r.token_ids for r in llm.generate(prompts, GREEDY)] == expected
@@ -182,7 +182,7 @@ def rms(values: list[Tensor]) -> float:
     return float(torch.stack(values).square().mean().sqrt())
 
 
-def check_bf16_logits(homes: str, device: str, n_steps: int) -> None:
+def check_bf16_logits(residents: str, device: str, n_steps: int) -> None:
     """Every token goes to all experts: near ties of the router do not matter."""
     plain = gpt(SMALL, torch.bfloat16, device)
     exact = copy.deepcopy(plain).float()
@@ -192,7 +192,7 @@ def check_bf16_logits(homes: str, device: str, n_steps: int) -> None:
     right: list[Tensor] = []
     options = {"device": device, "mode": "host", "slots": 8, "quiet": True, "progress": False}
     models = [overspill.offload(copy.deepcopy(plain), **options) for _ in range(2)]
-    set_homes(models[0], homes)
+    set_residents(models[0], residents)
     where = torch.device(device)
     sizes = where, 32, 16, 128, 4
     runners = [PagedRunner(models[0], *sizes, True), PagedRunner(models[1], *sizes, False)]
@@ -218,17 +218,17 @@ def check_bf16_logits(homes: str, device: str, n_steps: int) -> None:
     assert of_mine <= 1.5 * of_modules
 
 
-@every_home
+@every_place
 def test_bf16_logits_are_as_near_to_float32_as_those_of_the_modules(
-    homes: str, fused: list[int]
+    residents: str, fused: list[int]
 ) -> None:
-    check_bf16_logits(homes, "cuda", 12)
+    check_bf16_logits(residents, "cuda", 12)
     assert fused
 
 
-@every_home
-def test_a_step_gives_the_same_bits_each_time(homes: str, fused: list[int]) -> None:
-    with offloaded(gpt(LARGE, torch.bfloat16), homes) as model:
+@every_place
+def test_a_step_gives_the_same_bits_each_time(residents: str, fused: list[int]) -> None:
+    with offloaded(gpt(LARGE, torch.bfloat16), residents) as model:
         # without copies: the bits depend on whether the CPU or the GPU computes an expert
         runner = PagedRunner(
             model, torch.device("cuda"), 32, 16, 128, 4, True, DecodingOptions(slots=0)
@@ -248,12 +248,12 @@ def test_a_step_gives_the_same_bits_each_time(homes: str, fused: list[int]) -> N
         assert set(fused) == {1, 4}
 
 
-@every_home
-def test_seeds_give_the_same_tokens_beside_other_requests(homes: str) -> None:
+@every_place
+def test_seeds_give_the_same_tokens_beside_other_requests(residents: str) -> None:
     params = overspill.SamplingParams(max_tokens=40, temperature=1.0, seed=7)
     other = overspill.SamplingParams(max_tokens=25, temperature=1.0)
     with (
-        offloaded(gpt(SMALL, torch.float32), homes) as model,
+        offloaded(gpt(SMALL, torch.float32), residents) as model,
         overspill.LLM(model, context=128, max_batch=4) as llm,
     ):
         expected = llm.generate([1, 2, 3], params)[0].token_ids
@@ -264,15 +264,15 @@ def test_seeds_give_the_same_tokens_beside_other_requests(homes: str) -> None:
             assert got[1].token_ids == expected
 
 
-@every_home
-def test_threads_with_streams_of_their_own_get_their_tokens(homes: str) -> None:
+@every_place
+def test_threads_with_streams_of_their_own_get_their_tokens(residents: str) -> None:
     """A batch may begin on behalf of one thread while another one's is computed."""
     plain = gpt(SMALL, torch.float32)
     prompts = [[number + 1, 5, 7] for number in range(6)]
     expected = [tokens_of(plain, prompt, 12) for prompt in prompts]
     got: dict[int, list[list[int]]] = {number: [] for number in range(6)}
     with (
-        offloaded(plain, homes) as model,
+        offloaded(plain, residents) as model,
         overspill.LLM(model, context=128, max_batch=4) as llm,
     ):
 
@@ -367,10 +367,10 @@ def test_steps_read_experts_from_disk(slots: int, tmp_path: Path, fused: list[in
         assert llm.stats()["experts_on_cpu"] > 0
 
 
-@every_home
-def test_an_llm_can_be_given_up_in_the_middle_of_a_stream(homes: str) -> None:
+@every_place
+def test_an_llm_can_be_given_up_in_the_middle_of_a_stream(residents: str) -> None:
     """A batch has begun early, and waits for the CPU; the model works afterwards."""
-    with offloaded(gpt(LARGE, torch.float32), homes) as model:
+    with offloaded(gpt(LARGE, torch.float32), residents) as model:
         tokens = []
         for _ in range(3):
             llm = overspill.LLM(model, context=128)
@@ -415,9 +415,9 @@ def test_an_llm_can_be_given_up_while_a_step_reads_from_disk(tmp_path: Path) -> 
         model.overspill.check_conserved()
 
 
-@every_home
-def test_the_engine_may_be_closed_before_the_llm(homes: str) -> None:
-    with offloaded(gpt(SMALL, torch.bfloat16), homes) as model:
+@every_place
+def test_the_engine_may_be_closed_before_the_llm(residents: str) -> None:
+    with offloaded(gpt(SMALL, torch.bfloat16), residents) as model:
         llm = overspill.LLM(model, context=128)
         stream = llm.stream([1, 2, 3], LONG)
         for _ in range(4):
@@ -439,7 +439,7 @@ def test_experts_may_move_in_the_middle_of_a_stream() -> None:
             llm.stream([1, 2, 3], overspill.SamplingParams(max_tokens=24, ignore_eos=True))
         ):
             got += piece.token_ids
-            set_homes(model, ("all", "none", "some")[number % 3])
+            set_residents(model, ("all", "none", "some")[number % 3])
             if number % 5 == 0:
                 model(torch.tensor([[4, 5, 6]], device="cuda"))  # used beside it
         assert got == expected

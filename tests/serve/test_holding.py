@@ -36,7 +36,7 @@ def move(model: Any) -> bool:
     with torch.no_grad():
         for _ in range(6):
             model(torch.tensor([[1, 2, 3]]))
-    return sum(model.overspill.homes) > 0
+    return sum(model.overspill.residents) > 0
 
 
 def test_experts_move_when_the_last_runner_is_closed(model: Any) -> None:

@@ -22,7 +22,7 @@ def offloaded(plain: Any, **given: Any) -> Iterator[Any]:
     options = {"device": "cuda", "mode": "host", "slots": 8, "quiet": True, "progress": False}
     model = overspill.offload(copy.deepcopy(plain), **{**options, **given})
     try:
-        model.overspill.set_homes([0] * model.overspill.n_layers)
+        model.overspill.set_residents([0] * model.overspill.n_layers)
         yield model
     finally:
         model.overspill.close()

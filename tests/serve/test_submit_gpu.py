@@ -10,21 +10,21 @@ import torch
 import overspill
 from overspill import SamplingParams
 from tests.serve.submissions import Pieces, wait_until_idle
-from tests.serve.test_gpu import SMALL, every_home, gpt, offloaded, tokens_of
+from tests.serve.test_gpu import SMALL, every_place, gpt, offloaded, tokens_of
 from tests.serve.test_llm import checkpoint as checkpoint  # a fixture
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_tokens=24)
 
 
-@every_home
-def test_cancels_do_not_change_other_answers(homes: str) -> None:
+@every_place
+def test_cancels_do_not_change_other_answers(residents: str) -> None:
     plain = gpt(SMALL, torch.float32)
     prompts = [[number + 1, 5, 7] for number in range(6)]
     expected = [tokens_of(plain, prompt, 24) for prompt in prompts]
     choose = random.Random(1)
     with (
-        offloaded(plain, homes) as model,
+        offloaded(plain, residents) as model,
         overspill.LLM(model, context=128, max_batch=4) as llm,
     ):
         for _ in range(10):
@@ -38,8 +38,8 @@ def test_cancels_do_not_change_other_answers(homes: str) -> None:
         wait_until_idle(llm)
 
 
-@every_home
-def test_rules_do_not_change_requests_beside_them(homes: str) -> None:
+@every_place
+def test_rules_do_not_change_requests_beside_them(residents: str) -> None:
     plain = gpt(SMALL, torch.float32)
     expected = tokens_of(plain, [1, 2, 3], 24)
     params = [
@@ -48,7 +48,7 @@ def test_rules_do_not_change_requests_beside_them(homes: str) -> None:
         SamplingParams(max_tokens=24, frequency_penalty=2.0, temperature=1.0, seed=3),
     ]
     with (
-        offloaded(plain, homes) as model,
+        offloaded(plain, residents) as model,
         overspill.LLM(model, context=128, max_batch=4) as llm,
     ):
         alone = llm.generate([1, 2, 3], params[2])[0].token_ids

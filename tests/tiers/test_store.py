@@ -1,4 +1,4 @@
-"""The store: every expert has exactly one home, and every host slot exactly one holder."""
+"""The store: Every expert is in exactly one place, and every host slot exactly one holder."""
 
 import tempfile
 import threading
@@ -26,12 +26,12 @@ Split = tuple[int, int, int, int]
 
 
 def new_store(split: Split, folder: Path, watchdog: float = 60.0) -> ExpertStore:
-    layers, experts, home, cache = split
+    layers, experts, permanent, cache = split
     return ExpertStore(
         layers,
         ExpertMap.whole(experts),
         LAYOUT,
-        home,
+        permanent,
         cache,
         False,
         folder,
@@ -41,17 +41,17 @@ def new_store(split: Split, folder: Path, watchdog: float = 60.0) -> ExpertStore
 
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
-    """(layers, experts, home slots, cache slots)."""
+    """(layers, experts, permanent host slots, cache slots)."""
     layers, experts = draw(st.integers(1, 6)), draw(st.integers(1, 7))
-    home = draw(st.integers(0, layers * experts + 2))
+    permanent = draw(st.integers(0, layers * experts + 2))
     cache = draw(st.integers(1, layers * experts + 2))
-    return layers, experts, home, cache
+    return layers, experts, permanent, cache
 
 
 @settings(max_examples=40)
 @given(splits())
-def test_every_expert_has_one_home_and_homes_are_spread_evenly(split: Split) -> None:
-    layers, experts, home, _ = split
+def test_every_expert_has_one_place_and_residents_are_spread_evenly(split: Split) -> None:
+    layers, experts, permanent, _ = split
     with tempfile.TemporaryDirectory() as folder:
         store = new_store(split, Path(folder))
         store.check_conserved()
@@ -60,14 +60,14 @@ def test_every_expert_has_one_home_and_homes_are_spread_evenly(split: Split) -> 
         assert len({entry.id for entry in store.entries}) == layers * experts
         in_host = [entry for entry in store.entries if entry.disk_slot is None]
         on_disk = [entry for entry in store.entries if entry.disk_slot is not None]
-        assert len(in_host) == store.home_slots == min(home, layers * experts)
+        assert len(in_host) == store.permanent_slots == min(permanent, layers * experts)
         assert sorted(entry.host_slot for entry in in_host) == list(range(len(in_host)))
         assert sorted(entry.disk_slot for entry in on_disk) == list(range(store.disk_slots))
         assert all(entry.host_slot is None and not entry.valid for entry in on_disk)
         assert all(entry.readable for entry in in_host)
-        homes = [sum(entry.id.layer == layer for entry in in_host) for layer in range(layers)]
-        assert max(homes) - min(homes) <= 1
-        slots = store.home_slots + store.cache_slots
+        residents = [sum(entry.id.layer == layer for entry in in_host) for layer in range(layers)]
+        assert max(residents) - min(residents) <= 1
+        slots = store.permanent_slots + store.cache_slots
         assert store.memory.host_bytes == slots * LAYOUT.weight_bytes
         assert store.memory.disk_bytes == store.disk_slots * LAYOUT.weight_bytes
         store.close()

@@ -79,9 +79,11 @@ def host_store(n_experts: int, watchdog: float = WATCHDOG) -> ExpertStore:
     return store
 
 
-def disk_store(n_experts: int, home: int, cache: int, folder: Path) -> ExpertStore:
+def disk_store(n_experts: int, permanent: int, cache: int, folder: Path) -> ExpertStore:
     experts = ExpertMap.whole(n_experts)
-    return ExpertStore(1, experts, LAYOUT, home, cache, False, folder, watchdog_seconds=WATCHDOG)
+    return ExpertStore(
+        1, experts, LAYOUT, permanent, cache, False, folder, watchdog_seconds=WATCHDOG
+    )
 
 
 def wait_until(store: ExpertStore, ready: Callable[[], bool]) -> None:

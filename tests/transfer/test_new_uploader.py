@@ -38,7 +38,7 @@ def test_without_a_gpu_the_native_uploader_is_used_only_if_asked_for() -> None:
 
 
 def test_the_native_uploader_refuses_experts_on_disk(tmp_path: Path) -> None:
-    store = disk_store(3, home=1, cache=1, folder=tmp_path)
+    store = disk_store(3, permanent=1, cache=1, folder=tmp_path)
     assert made("auto", store) == "ThreadUploader"
     with pytest.raises(ConfigError, match=r"uploader='native' .* disk .* uploader='auto'"):
         made("native", store)

@@ -30,13 +30,13 @@ class Bench:
     def __init__(
         self,
         experts: int,
-        home: int,
+        permanent: int,
         cache: int,
         folder: Path,
         inject: Inject | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.store = disk_store(experts, home, cache, folder)
+        self.store = disk_store(experts, permanent, cache, folder)
         self.store.allocate(Part.STATES)
         self.needs: list[tuple[Entry, Part]] = []
         self.stager = Stager(self.store, lambda: self.needs, 3, recorder or Recorder(), inject)
@@ -73,21 +73,21 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(experts=5, home=0, cache=2, folder=tmp_path)
+    bench = Bench(experts=5, permanent=0, cache=2, folder=tmp_path)
     yield bench
     bench.close()
 
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[tuple[list[int], bool]], int]:
-    """(experts, home slots, cache slots); then what is needed in which order, and whether the first
-    of it is updated; and a seed for the delays."""
+    """(experts, permanent host slots, cache slots); then what is needed in which order, and whether
+    the first of it is updated; and a seed for the delays."""
     experts = draw(st.integers(2, 7))
-    home = draw(st.integers(0, experts - 1))
+    permanent = draw(st.integers(0, experts - 1))
     cache = draw(st.integers(1, experts))
     needs = st.lists(st.integers(0, experts - 1), min_size=1, max_size=6)
     return (
-        (experts, home, cache),
+        (experts, permanent, cache),
         draw(st.lists(st.tuples(needs, st.booleans()), max_size=14)),
         draw(st.integers(0, 1000)),
     )

@@ -262,7 +262,7 @@ def test_an_upload_waits_for_the_last_reader_of_its_slot() -> None:
 
 def test_a_host_slot_is_not_reused_until_the_copy_out_of_it_has_ended(tmp_path: Path) -> None:
     """Also if only half of the record was copied, and the expert is not wanted any more."""
-    store = disk_store(2, home=0, cache=1, folder=tmp_path)
+    store = disk_store(2, permanent=0, cache=1, folder=tmp_path)
     first, second = store.entries
     transfers = threading.Semaphore(0)
     assert store.assign_host_slot(first, ())

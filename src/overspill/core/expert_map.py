@@ -11,13 +11,13 @@ class ExpertMap:
     """Maps the global expert ids that a router names to positions among the local experts.
 
     Checkpoints, seeds and routers use global ids. Records, slots, counts and waves use positions.
-    With one process both are the same until experts exchange places; with expert parallelism each
+    With one process both are the same until experts are swapped; with expert parallelism each
     process holds some of the ids.
     """
 
     n_global: int
     local_ids: tuple[int, ...]
-    """The global id at each local position; in ascending order until experts exchange places."""
+    """The global id at each local position; in ascending order until experts are swapped."""
 
     @classmethod
     def whole(cls, n_experts: int) -> "ExpertMap":
@@ -51,8 +51,8 @@ class ExpertMap:
     def in_order(self) -> bool:
         return all(a < b for a, b in itertools.pairwise(self.local_ids))
 
-    def exchanged(self, first: int, second: int) -> "ExpertMap":
-        """The map after the experts at two positions have exchanged places."""
+    def swapped(self, first: int, second: int) -> "ExpertMap":
+        """The map after the experts at two positions were swapped."""
         ids = list(self.local_ids)
         ids[first], ids[second] = ids[second], ids[first]
         return ExpertMap(self.n_global, tuple(ids))

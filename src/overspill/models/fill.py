@@ -68,7 +68,7 @@ def fill_experts(
         engine.records.fill(fill)
     else:
         placement = engine.placement  # a buffer on the way to the disk or the device
-        staged = placement.mode != "host" or placement.homes > 0
+        staged = placement.mode != "host" or placement.residents > 0
         buffers = engine.layout.weight_bytes * int(staged) + source.buffer_bytes
         engine.records.fill(fill, reader_threads(buffers), on_host=True)
     if replicas is not None:

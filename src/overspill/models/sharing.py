@@ -69,7 +69,7 @@ def place_shared(
 
 
 def _why_not_in_host(placement: Placement) -> str | None:
-    if placement.mode == "host" and not placement.homes and not placement.fills:
+    if placement.mode == "host" and not placement.residents and not placement.fills:
         return None
     return (
         'experts live on the GPU or on disk; give mode="host" and a budget that holds them in host '

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from overspill.core.experts import ExpertId
-from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.residents.memory import Residents
 from overspill.plan.eviction import NextUse
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.store import ExpertStore
@@ -16,23 +16,23 @@ class Addresses:
     """Experts are named by their ids. Addresses are valid until experts move."""
 
     def __init__(
-        self, store: ExpertStore, homes: DeviceHomes, recorder: Recorder, inject: Inject | None
+        self, store: ExpertStore, residents: Residents, recorder: Recorder, inject: Inject | None
     ) -> None:
-        self._store, self._homes = store, homes
+        self._store, self._residents = store, residents
         self._recorder, self._inject = recorder, inject
         self._n_experts = store.experts.n_global
 
     @property
-    def at_home(self) -> list[tuple[int, ...]]:
-        """The experts of each layer that have their home on the compute device."""
-        pairs = zip(self._store.maps, self._store.homes, strict=True)
+    def resident(self) -> list[tuple[int, ...]]:
+        """The experts of each layer that live on the compute device."""
+        pairs = zip(self._store.maps, self._store.residents, strict=True)
         return [experts.local_ids[:count] for experts, count in pairs]
 
     def device_addresses(self) -> list[list[int | None]]:
-        """Of each expert at home on the compute device; None for the others."""
+        """Of each resident expert; None for the others."""
         found: list[list[int | None]] = []
-        for layer, ids in enumerate(self.at_home):
-            weights = self._homes[layer].weights
+        for layer, ids in enumerate(self.resident):
+            weights = self._residents[layer].weights
             row: list[int | None] = [None] * self._n_experts
             for position, expert in enumerate(ids):
                 row[expert] = weights[position].data_ptr()

@@ -46,15 +46,15 @@ class ExpertCompute(abc.ABC):
         expert. `phase` is BACKWARD for the recomputation of a checkpoint; with `keep` the rows keep
         their order until backward."""
 
-    def follow_exchanges(self, layer_pass: LayerPass) -> None:
-        """Before a backward: if experts of the layer have exchanged places since the forward,
+    def follow_swaps(self, layer_pass: LayerPass) -> None:
+        """Before a backward: if experts of the layer were swapped since the forward,
         orders the token rows anew."""
         layer, old = layer_pass.layer, layer_pass.rows
         if self.dispatcher.is_current(layer, old):
             return
         if layer_pass.kept is not None:
             raise OrderError(
-                f"experts of layer {layer} have exchanged places since the forward, which kept "
+                f"experts of layer {layer} were swapped since the forward, which kept "
                 "activations in their order; run the forward again"
             )
         assert old.routed_TK is not None

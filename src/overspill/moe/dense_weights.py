@@ -87,19 +87,19 @@ class _Held:
     """A parameter in host memory."""
 
     parameter: nn.Parameter
-    home: Tensor
+    host: Tensor
     version: int = 0  # of the parameter when its copy was made
 
     def point_to(self, copy: Tensor) -> None:
-        if self.parameter.data_ptr() == self.home.data_ptr():  # else the user has set other data
+        if self.parameter.data_ptr() == self.host.data_ptr():  # else the user has set other data
             self.version = self.parameter._version
             self.parameter.data = copy
 
     def put_back(self, copy: Tensor) -> None:
         if self.parameter.data_ptr() == copy.data_ptr():
             if self.parameter._version != self.version:  # a module has changed its weights
-                self.home.copy_(copy)
-            self.parameter.data = self.home
+                self.host.copy_(copy)
+            self.parameter.data = self.host
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ class DenseWeights:
         """Moves the parameters of `model` to host memory; its experts are elsewhere already."""
         for block in dense_blocks(model):
             for parameter in block.parameters:
-                home = self._memory.empty_like(parameter)
-                home.copy_(parameter)
-                parameter.data = home
-                block.held.append(_Held(parameter, home))
+                host = self._memory.empty_like(parameter)
+                host.copy_(parameter)
+                parameter.data = host
+                block.held.append(_Held(parameter, host))
                 if parameter.is_floating_point():
                     trained = parameter.requires_grad
                     parameter.requires_grad_(
@@ -240,7 +240,7 @@ class DenseWeights:
                 self._next = self._copy(following)
 
     def _copy(self, block: DenseBlock) -> _Copy:
-        pairs = [(torch.empty_like(held.home), held.home) for held in block.held]
+        pairs = [(torch.empty_like(held.host), held.host) for held in block.held]
         # kernels that are queued may still use the memory for something else
         free = record_event(self._device)
         arrived = self._copies.copy(pairs, block.name, [free])
@@ -282,12 +282,12 @@ class DenseWeights:
             return
         if grad.device.type == self._device.type and not self._memory.owns(grad):
             with torch.no_grad():
-                home = self._memory.empty_like(grad)
+                host = self._memory.empty_like(grad)
                 if grad.is_cuda:  # in the order of its stream, which may use its memory again
-                    copy_on(torch.cuda.current_stream(grad.device), home, grad)
+                    copy_on(torch.cuda.current_stream(grad.device), host, grad)
                 else:
-                    home.copy_(grad)
-                parameter.grad = home
+                    host.copy_(grad)
+                parameter.grad = host
 
 
 class _Hook:

@@ -120,7 +120,7 @@ class Dispatcher(Protocol):
 
 class LocalDispatcher:
     """Orders rows of local experts. If all are local, global ids are positions, except in layers
-    whose experts have exchanged places."""
+    whose experts were swapped."""
 
     def __init__(self, maps: Sequence[ExpertMap], device: torch.device) -> None:
         """`maps` says which expert of each layer is at which position, and may change."""

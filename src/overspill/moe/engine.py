@@ -2,7 +2,7 @@
 
 `compute` runs the experts, `training` follows a training step (an error for inference), `records`
 reads and writes weights and optimizer states, `memory` counts and limits what the model holds,
-`dense` places what is not an expert. Some experts have their home on the compute device, the others
+`dense` places what is not an expert. Some experts live on the compute device, the others
 are streamed from host memory and disk.
 """
 
@@ -27,13 +27,13 @@ from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.engine_memory import EngineMemory
 from overspill.moe.expert_moves import ExpertMoves
 from overspill.moe.gradients import ExpertGradients
-from overspill.moe.homes.compute import HomeCompute
-from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.model_part import ModelPart
 from overspill.moe.popularity import Popularity
 from overspill.moe.rank_rows import Now, RankRows
 from overspill.moe.records import ExpertRecords
+from overspill.moe.residents.compute import ResidentCompute
+from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance, RowPlacer
 from overspill.moe.settings import Settings
 from overspill.moe.stage_order import StageOrder
@@ -42,8 +42,8 @@ from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
 from overspill.plan.budget import Placement
-from overspill.plan.homes import spread_homes
-from overspill.plan.usage import Exchange as ExchangedHomes
+from overspill.plan.residents import spread_residents
+from overspill.plan.usage import Swap
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
@@ -75,19 +75,19 @@ class Engine:
         self.placement = placement
         self.recorder = recorder
         self._settings = settings
-        counts = spread_homes(placement.homes, part.n_layers, part.experts.n_local)
+        counts = spread_residents(placement.residents, part.n_layers, part.experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
-            homes = self._homes = DeviceHomes(counts, layout, device)
+            residents = self._residents = Residents(counts, layout, device)
             store = self._store = ExpertStore(
-                part.n_layers, part.experts, layout, placement.home_slots, placement.cache_slots,
-                device.type == "cuda", disk, progress, homes=counts,
+                part.n_layers, part.experts, layout, placement.permanent_slots,
+                placement.cache_slots, device.type == "cuda", disk, progress, residents=counts,
                 spare_records=placement.spare_records, shared=part.shared,
             )  # fmt: skip
             undo.callback(store.close)
             self.lifetime = store.lifetime
-            self.records = ExpertRecords(store, homes)
-            self.addresses = Addresses(store, homes, recorder, settings.inject)
+            self.records = ExpertRecords(store, residents)
+            self.addresses = Addresses(store, residents, recorder, settings.inject)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
             self._streaming = LazyStreaming(self._new_streaming(progress, costs), settings)
             undo.callback(self._streaming.close)
@@ -95,14 +95,21 @@ class Engine:
             self._lock = threading.RLock() if self._training is None else self._training.lock
             dispatcher = LocalDispatcher(store.maps, device)
             max_rows = settings.max_rows or placement.max_rows
-            self._home_compute = HomeCompute(
-                homes, store.lifetime, dispatcher, max_rows, settings.waves
+            self._resident_compute = ResidentCompute(
+                residents, store.lifetime, dispatcher, max_rows, settings.waves
             )
             self._moves = ExpertMoves(
-                store, homes, self.records, placement, self._training, self._streaming
+                store, residents, self.records, placement, self._training, self._streaming
             )
             self.memory = EngineMemory(
-                part, store, homes, self._streaming, self.dense, self._moves, placement, self._lock
+                part,
+                store,
+                residents,
+                self._streaming,
+                self.dense,
+                self._moves,
+                placement,
+                self._lock,
             )
             self.stage_order = StageOrder(self._moves, self._streaming, store, self._lock)
             self.servers: weakref.WeakSet[object] = weakref.WeakSet()
@@ -121,7 +128,7 @@ class Engine:
         return functools.partial(
             Streaming,
             self._store,
-            self._homes,
+            self._residents,
             self.placement,
             recorder=self.recorder,
             updates_at_once=lambda: self._training is not None and self._training.updates_at_once,
@@ -132,11 +139,11 @@ class Engine:
 
     def _new_training(self) -> TrainingStep:
         gradients = ExpertGradients(
-            self._homes,
+            self._residents,
             self._store,
             self._settings.threads or usable_cores(),
             lambda: self._streaming.gradients,
-            lambda keep: self._moves.make_room(keep),
+            lambda keep: self._moves.reserve(keep),
         )
         n_ranks = 1 if self.ranks is None else self.ranks.size
         planned = self.placement.trains_experts
@@ -159,8 +166,8 @@ class Engine:
     @property
     def compute(self) -> ExpertCompute:
         streaming = self._streaming.started
-        if streaming is None or sum(self._store.homes) == len(self._store.entries):
-            return self._home_compute
+        if streaming is None or sum(self._store.residents) == len(self._store.entries):
+            return self._resident_compute
         return streaming.compute
 
     @property
@@ -193,20 +200,20 @@ class Engine:
     def expert_parameters(self) -> int:
         return self.layer_map.n_layers * self.n_experts * self.shape.numel
 
-    # -- homes --------------------------------------------------------------------------------
+    # -- residents --------------------------------------------------------------------------------
 
     @property
-    def homes(self) -> list[int]:
-        """How many experts of each layer have their home on the compute device."""
-        return list(self._store.homes)
+    def residents(self) -> list[int]:
+        """How many experts of each layer live on the compute device."""
+        return list(self._store.residents)
 
     @property
     def n_moves(self) -> int:
         """How often experts have moved; where they are has not changed if this has not."""
         return self._moves.count
 
-    def set_homes(self, counts: Sequence[int]) -> None:
-        """Changes how many experts of each layer have their home on the compute device, between
+    def set_residents(self, counts: Sequence[int]) -> None:
+        """Changes how many experts of each layer live on the compute device, between
         steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
         if self.part.shared is not None:
             raise ConfigError(
@@ -214,14 +221,14 @@ class Engine:
                 'offload with Settings(placement="static")'
             )
         with self.exclusive():
-            self._moves.set_homes(counts)
+            self._moves.set_residents(counts)
 
-    def exchange_homes(self, exchanges: Sequence[ExchangedHomes]) -> None:
-        """Lets experts at home on the compute device and streamed ones of the same layer exchange
-        their places, between steps and before experts have optimizer states. What routers,
+    def swap_experts(self, swaps: Sequence[Swap]) -> None:
+        """Swaps resident experts and streamed ones of the same layer, between steps and before
+        experts have optimizer states. What routers,
         checkpoints and state dicts call an expert does not change."""
         with self.exclusive():
-            self._moves.exchange(exchanges)
+            self._moves.swap(swaps)
 
     # -- its memory ---------------------------------------------------------------------------
 
@@ -252,7 +259,7 @@ class Engine:
         uploaded, and read from disk, with those of the layers before it. Not with several ranks:
         they do not know yet which tokens of others they get."""
         streaming = self._streaming.started if self.rank_rows is None else None
-        if streaming is not None and sum(self._store.homes) < len(self._store.entries):
+        if streaming is not None and sum(self._store.residents) < len(self._store.entries):
             with self.exclusive():
                 streaming.compute.announce(layer, expert_ids_TK)
 
@@ -291,7 +298,7 @@ class Engine:
         self.flush()
         self._streaming.set_settings(settings)  # first: it may refuse them
         self._settings = settings
-        self._home_compute.set_grouped(settings.waves)
+        self._resident_compute.set_grouped(settings.waves)
 
     # -- lifetime -----------------------------------------------------------------------------
 
@@ -339,8 +346,8 @@ class Engine:
             self.lifetime.closed = True
             self.rank_rows = None  # ends the thread of the exchange
             self._streaming.close()
-            self._homes.wait()
+            self._residents.wait()
             self._store.close()
-            self._homes.close()
+            self._residents.close()
             self.dense.close()
             self.memory.close()

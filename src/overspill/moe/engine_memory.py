@@ -9,13 +9,13 @@ from overspill.core.sizes import format_size
 from overspill.moe.dense_part import DensePart
 from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.expert_moves import ExpertMoves
-from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
 from overspill.moe.model_part import ModelPart
+from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance
 from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.budget import Placement
-from overspill.plan.homes import DeviceShare
+from overspill.plan.residents import DeviceShare
 from overspill.tiers.store import ExpertStore
 
 
@@ -27,7 +27,7 @@ class EngineMemory:
         self,
         part: ModelPart,
         store: ExpertStore,
-        homes: DeviceHomes,
+        residents: Residents,
         streaming: LazyStreaming,
         dense: DensePart,
         moves: ExpertMoves,
@@ -37,7 +37,7 @@ class EngineMemory:
         """`lock` is that of the engine."""
         self._part = part
         self._store = store
-        self._homes = homes
+        self._residents = residents
         self._streaming = streaming
         self._dense = dense
         self._moves = moves
@@ -53,7 +53,7 @@ class EngineMemory:
         shared = self._part.shared
         outbox = 0 if shared is None else shared.own.sizes.outbox
         return {
-            "gpu": self._homes.nbytes + self._streaming.device_bytes,
+            "gpu": self._residents.nbytes + self._streaming.device_bytes,
             "host": self._moves.host_bytes + self._dense.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
@@ -68,7 +68,7 @@ class EngineMemory:
         """What this process has reserved on the GPU for this model; None without a GPU."""
         if self._gpu is None:
             return None
-        return torch.cuda.memory_reserved(self._homes.device) - self._gpu.held_by_others()
+        return torch.cuda.memory_reserved(self._residents.device) - self._gpu.held_by_others()
 
     def device_bytes(self) -> int:
         """What this model holds on the compute device between two passes."""
@@ -76,12 +76,12 @@ class EngineMemory:
 
     def gpu_use(self) -> dict[str, int] | None:
         """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
-        at home, slots and gradients of streamed ones, and the rest (dense part, activations).
+        resident, slots and gradients of streamed ones, and the rest (dense part, activations).
         None without a GPU."""
         reserved = self.reserved_bytes()
         if self._gpu is None or reserved is None:
             return None
-        experts, slots = self._homes.nbytes, self._streaming.device_bytes
+        experts, slots = self._residents.nbytes, self._streaming.device_bytes
         return {
             "budget": min(self._gpu.budget, self._gpu.available()),
             "reserved": reserved,
@@ -108,7 +108,7 @@ class EngineMemory:
 
     @property
     def share(self) -> DeviceShare:
-        """Experts at home on the compute device, and gradients there."""
+        """Resident experts, and gradients there."""
         return self._moves.share
 
     # -- its limit on the GPU -----------------------------------------------------------------
@@ -116,7 +116,7 @@ class EngineMemory:
     def limit(self, budget: int | None) -> None:
         """Limits what torch allocates on the GPU to the budgets of all models; without one, the
         model shares what is free. No-op without a GPU."""
-        device = self._homes.device
+        device = self._residents.device
         if device.type != "cuda":
             return
         self._gpu = MEMORY_LIMITS.set(self, device, budget, CudaMemory(device))
@@ -127,7 +127,7 @@ class EngineMemory:
         """From now on lets as many experts live on the device as `budget` allows."""
         self._moves.fill_memory(memory, budget, self)
 
-    def give_way(self) -> None:
+    def shrink(self) -> None:
         """Another model gets memory: experts that are too many leave the device, if not in the
         middle of a step."""
         lifetime = self._store.lifetime
@@ -135,14 +135,14 @@ class EngineMemory:
             return
         with self._lock:
             if not lifetime.closed:
-                self._moves.give_way()
+                self._moves.shrink()
 
-    def hold_homes(self, holder: object) -> None:
+    def hold_residents(self, holder: object) -> None:
         """As long as `holder` lives, or until it releases them, no experts move by themselves:
         its copies of experts use the memory."""
         self._moves.holders.add(holder)
 
-    def release_homes(self, holder: object) -> None:
+    def release_residents(self, holder: object) -> None:
         self._moves.holders.discard(holder)
 
     def close(self) -> None:
@@ -153,22 +153,22 @@ class EngineMemory:
 
     def describe(self, balance: Balance | None) -> str:
         """One line: the mode and where everything is."""
-        placement, store, at_home = self._placement, self._store, sum(self._store.homes)
+        placement, store, resident = self._placement, self._store, sum(self._store.residents)
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         ranks = self._part.ranks
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
-        device = self._homes.device
+        device = self._residents.device
         if self._streaming.started is None:
             mode = "mode gpu: " if device.type == "cuda" else ""
             return (
-                f"{rank}{mode}all {at_home} experts"
+                f"{rank}{mode}all {resident} experts"
                 f"{' and their states' if placement.trains_experts else ''} on {device} "
                 f"({sizes['gpu']}){self._describe_dense()}"
             )
-        homes = f"{at_home} experts and " if at_home else ""
+        residents = f"{resident} experts and " if resident else ""
         line = (
             f"{rank}mode {placement.mode}: {len(store.entries)} experts of "
-            f"{format_size(store.layout.weight_bytes)}; {homes}{placement.slots} slots on "
+            f"{format_size(store.layout.weight_bytes)}; {residents}{placement.slots} slots on "
             f"{device} ({sizes['gpu']}), {store.in_host} in host memory "
             f"({format_size(self._moves.host_bytes)})"
         )

@@ -2,7 +2,7 @@
 
 S sends the rows of a group to the ranks that compute them, C computes its experts, R returns the
 results; `pipeline.schedule` has their order. Groups are neighbouring experts of each rank, so each
-expert is uploaded once, and C waits for the rows of its own group alone. Experts at home on the
+expert is uploaded once, and C waits for the rows of its own group alone. Resident experts on the
 device come first: they wait for no upload.
 
 Memory: received rows and results of all groups lie in tensors of this pass. What is sent is copied

@@ -12,39 +12,39 @@ from overspill.core.errors import BudgetError, ConfigError, DiskError, OrderErro
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
-from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
 from overspill.moe.records import ExpertRecords
 from overspill.moe.residency import BytesEach, Residency
+from overspill.moe.residents.memory import Residents
 from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
-from overspill.plan.homes import DeviceShare, spread_homes
-from overspill.plan.usage import Exchange, exchanges
-from overspill.tiers.home_changes import HomeChanges
+from overspill.plan.residents import DeviceShare, spread_residents
+from overspill.plan.usage import Swap, swaps
+from overspill.tiers.resident_changes import ResidentChanges
 from overspill.tiers.store import ExpertStore
 
 _log = logging.getLogger("overspill")
-_EXCHANGED_BYTES = 1 << 30  # of experts that exchange places before one pass
+_SWAPPED_BYTES = 1 << 30  # of experts that are swapped before one pass
 
 
 class ExpertMoves:
-    """Changes which experts have their home on the device, between steps. Its methods are called
+    """Changes which experts live on the device, between steps. Its methods are called
     under the engine's lock."""
 
     def __init__(
         self,
         store: ExpertStore,
-        homes: DeviceHomes,
+        residents: Residents,
         records: ExpertRecords,
         placement: Placement,
         training: TrainingStep | None,
         streaming: LazyStreaming,
     ) -> None:
         self._store = store
-        self._homes = homes
-        self._changes = HomeChanges(store)
+        self._residents = residents
+        self._changes = ResidentChanges(store)
         self._records = records
         self._placement = placement
         self._training = training
@@ -59,32 +59,32 @@ class ExpertMoves:
         self._most_sums = self.total
         self.count = 0
         """How often experts have moved."""
-        self._stream_if_needed(sum(store.homes))
+        self._stream_if_needed(sum(store.residents))
 
-    def _stream_if_needed(self, at_home: int) -> None:
-        """Experts that are not at home on the device need slots and threads."""
-        if at_home < self.total:
+    def _stream_if_needed(self, resident: int) -> None:
+        """Experts that are not resident need slots and threads."""
+        if resident < self.total:
             self._streaming.start(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
         """Waits until every transfer and update has ended."""
         self._streaming.wait()
-        self._homes.wait()
+        self._residents.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
 
-    def set_homes(self, counts: Sequence[int]) -> None:
-        """Sets how many experts of each layer have their home on the device. Raises BudgetError if
+    def set_residents(self, counts: Sequence[int]) -> None:
+        """Sets how many experts of each layer live on the device. Raises BudgetError if
         host memory and disk have no room for those that leave it."""
         counts, n_local = list(counts), self._store.experts.n_local
         if len(counts) != self._store.n_layers or not all(0 <= n <= n_local for n in counts):
             raise ConfigError(
-                f"homes={counts} must be {self._store.n_layers} numbers from 0 to {n_local}"
+                f"residents={counts} must be {self._store.n_layers} numbers from 0 to {n_local}"
             )
         with self._change():
-            before = list(self._store.homes)
+            before = list(self._store.residents)
             if self._gradients is not None:
-                self._gradients.of_homes.homes_changed()
+                self._gradients.of_residents.residents_changed()
             self._stream_if_needed(sum(counts))
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
             if leaving:
@@ -97,30 +97,30 @@ class ExpertMoves:
                 if count > before[layer]:
                     self._records.move_to_device(layer, count)
 
-    def exchange(self, exchanges: Sequence[Exchange]) -> None:
-        """Lets experts at home on the device and streamed ones of the same layer exchange their
-        places, before experts have optimizer states."""
-        if not exchanges:
+    def swap(self, swaps: Sequence[Swap]) -> None:
+        """Swaps resident experts and streamed ones of the same layer, before experts have
+        optimizer states."""
+        if not swaps:
             return
         with self._change():
-            self._check_exchanges(exchanges)
+            self._check_swaps(swaps)
             streaming = self._streaming.started
             assert streaming is not None
-            for exchange in exchanges:
-                self._records.exchange(*exchange)
+            for swap in swaps:
+                self._records.swap(*swap)
                 with self._store.lock:
-                    streaming.compute.cursor.exchange(*exchange)
+                    streaming.compute.cursor.swap(*swap)
 
-    def _check_exchanges(self, exchanges: Sequence[Exchange]) -> None:
-        if self._homes.has_states:
-            raise OrderError("experts with optimizer states cannot exchange places; use set_homes")
-        homes, n_local = self._store.homes, self._store.experts.n_local
-        for layer, home, streamed in exchanges:
-            known = 0 <= layer < len(homes)
-            if not known or not 0 <= home < homes[layer] <= streamed < n_local:
+    def _check_swaps(self, swaps: Sequence[Swap]) -> None:
+        if self._residents.has_states:
+            raise OrderError("experts with optimizer states cannot be swapped; use set_residents")
+        residents, n_local = self._store.residents, self._store.experts.n_local
+        for layer, resident, streamed in swaps:
+            known = 0 <= layer < len(residents)
+            if not known or not 0 <= resident < residents[layer] <= streamed < n_local:
                 raise ConfigError(
-                    f"positions {home} and {streamed} of layer {layer} cannot exchange experts: "
-                    f"of {n_local} positions the first {homes} of each layer are at home"
+                    f"positions {resident} and {streamed} of layer {layer} cannot be swapped: "
+                    f"of {n_local} positions the first {residents} of each layer are resident"
                 )
 
     @contextmanager
@@ -128,7 +128,7 @@ class ExpertMoves:
         # what is allocated here outlives an inference mode of the caller
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
-                self._training.states.check_empty("the homes of experts cannot be changed")
+                self._training.states.check_empty("the residents of experts cannot be changed")
             if (streaming := self._streaming.started) is not None:
                 streaming.recover()
                 streaming.stop_uploads()
@@ -138,9 +138,9 @@ class ExpertMoves:
             finally:  # also after an interrupt
                 self.count += 1
                 self._store.recount_slots()
-                self._homes.wait()  # the next pass may use another stream
+                self._residents.wait()  # the next pass may use another stream
                 if (streaming := self._streaming.started) is not None:
-                    streaming.homes_changed()
+                    streaming.residents_changed()
 
     def _extend_host(self, missing: int) -> None:
         if missing == 0:
@@ -149,7 +149,7 @@ class ExpertMoves:
         need = missing * size + self.host_bytes + self._placement.reserved
         if need > self._placement.host_memory:
             raise BudgetError(
-                f"{missing} experts that leave {self._homes.device} need --host-memory "
+                f"{missing} experts that leave {self._residents.device} need --host-memory "
                 f"{format_size(need, up=True)}, it is {format_size(self._placement.host_memory)}; "
                 f"raise it{'' if self._store.disk_slots else ', or give a --disk folder'}"
             )
@@ -166,10 +166,10 @@ class ExpertMoves:
     def fill_memory(self, memory: DeviceMemory, budget: int, user: MemoryUser) -> None:
         """From now on lets as many experts live on the device as `budget` allows. `user` is the
         model among those that share the device."""
-        planned = sum(self._store.homes) == self._placement.homes  # with their states
+        planned = sum(self._store.residents) == self._placement.residents  # with their states
         if self._gradients is not None:
             self._gradients.allow_host()
-        size = self._home_bytes(self._placement.trains_experts, False) if planned else 0
+        size = self._resident_bytes(self._placement.trains_experts, False) if planned else 0
         self._user = user
         self._residency = Residency(memory, budget, self, size)
 
@@ -177,15 +177,15 @@ class ExpertMoves:
     def fills_memory(self) -> bool:
         return self._residency is not None
 
-    def give_way(self) -> None:
+    def shrink(self) -> None:
         """Another model gets memory: experts that are too many leave the device, if not in the
         middle of a step."""
         in_step = self._training is not None and self._training.states.has_gradients
         if self._residency is not None and not in_step:
-            self._residency.give_way()
+            self._residency.shrink()
 
-    def make_room(self, keep: bool) -> None:
-        """Experts at home will need memory for states, and with `keep` for kept gradients."""
+    def reserve(self, keep: bool) -> None:
+        """Resident experts will need memory for states, and with `keep` for kept gradients."""
         if self._residency is None or self._training is None or self._training.states.has_gradients:
             return
         gradients = self._training.gradients
@@ -193,22 +193,22 @@ class ExpertMoves:
             self._residency.begin_again()
         keep = keep or gradients.are_kept
         on_device = keep and not gradients.uses_host(keep)
-        self._residency.make_room(self._home_bytes(states=True, keep=on_device))
+        self._residency.reserve(self._resident_bytes(states=True, keep=on_device))
 
     @property
     def share(self) -> DeviceShare:
-        """Experts at home on the device, and gradients there."""
+        """Resident experts, and gradients there."""
         gradients = 0 if self._gradients is None else self._gradients.on_device
-        return DeviceShare(sum(self._store.homes), gradients)
+        return DeviceShare(sum(self._store.residents), gradients)
 
     def set_share(self, share: DeviceShare) -> None:
         assert self._user is not None, "the residency that calls this was made for a user"
         with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):  # memory outlives it
             if self._gradients is not None and self._gradients.on_device != share.gradients:
                 self._gradients.set_on_device(0)  # first: it makes room
-            if share.experts != sum(self._store.homes):
+            if share.experts != sum(self._store.residents):
                 n_layers, n_local = self._store.n_layers, self._store.experts.n_local
-                self.set_homes(spread_homes(share.experts, n_layers, n_local))
+                self.set_residents(spread_residents(share.experts, n_layers, n_local))
             if self._gradients is not None:
                 self._gradients.set_on_device(share.gradients)
 
@@ -223,15 +223,15 @@ class ExpertMoves:
     def bytes_each(self) -> BytesEach:
         weights, gradients = self._store.layout.weight_bytes, self._gradients
         if gradients is None:
-            return BytesEach(self._home_bytes(self._homes.has_states, False))
+            return BytesEach(self._resident_bytes(self._residents.has_states, False))
         in_host = gradients.uses_host(gradients.are_kept)
         return BytesEach(
-            self._home_bytes(self._homes.has_states, gradients.are_kept and not in_host),
+            self._resident_bytes(self._residents.has_states, gradients.are_kept and not in_host),
             weights if gradients.accumulates else 0,
             weights if in_host else 0,
         )
 
-    def _home_bytes(self, states: bool, keep: bool) -> int:
+    def _resident_bytes(self, states: bool, keep: bool) -> int:
         """What an expert needs that lives on the device: its record, its kept gradient, and its
         share of the gradients of a layer while they are made."""
         layout = self._store.layout
@@ -258,7 +258,7 @@ class ExpertMoves:
                 self._residency.before_pass(tokens, layer_pass.training)
             # trained experts are all used in every step, by the optimizer
             trained = training is not None and layer_pass.trained
-            if follow_usage and not trained and not self._homes.has_states:
+            if follow_usage and not trained and not self._residents.has_states:
                 self._follow_usage()
         except DiskError as error:  # a move only saves time; the pass may not need these experts
             if training is not None:
@@ -273,13 +273,13 @@ class ExpertMoves:
             n_local = self._store.experts.n_local  # not experts of other ranks
             counts = streaming.compute.cursor.last_counts()
             rows = [None if own is None else own[:n_local] for own in counts]
-            most = max(1, _EXCHANGED_BYTES // self._store.layout.weight_bytes)
-            found = exchanges(rows, self._store.homes, most)
+            most = max(1, _SWAPPED_BYTES // self._store.layout.weight_bytes)
+            found = swaps(rows, self._store.residents, most)
         if not found:
             return
         try:
-            self.exchange(found)
+            self.swap(found)
         except torch.OutOfMemoryError:  # two records need memory meanwhile; others stay in place
-            _log.info("there is no GPU memory left to exchange experts by their usage")
+            _log.info("there is no GPU memory left to swap experts by their usage")
         else:
             _log.info("%d experts moved to the GPU in place of less used ones", len(found))

@@ -1,4 +1,4 @@
-"""The gradients of all experts: each goes where its expert has its home."""
+"""The gradients of all experts: each goes where its expert is."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,44 +8,44 @@ from torch import Tensor
 
 from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import NonFiniteError
-from overspill.moe.homes.gradients import HomeGradients
-from overspill.moe.homes.host_gradients import HostGradients
-from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import Wave
 from overspill.moe.replicas import KeptGradients, add_replicas
+from overspill.moe.residents.gradients import ResidentGradients
+from overspill.moe.residents.host_gradients import HostGradients
+from overspill.moe.residents.memory import Residents
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.optim.gradient_norm import total_of_squares
 from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
-from overspill.plan.homes import spread_among
+from overspill.plan.residents import spread_among
 from overspill.tiers.entry import Part
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.streams import StreamEvent
 
 
 class ExpertGradients:
-    """Takes the gradients of experts and updates the experts with them: those at home on the
+    """Takes the gradients of experts and updates the experts with them: those resident on the
     compute device there, streamed ones by the CPU. `TrainingStep` decides when a gradient is
     complete and passes the numbers of the update (`AdamHyper`) then.
     """
 
     def __init__(
         self,
-        homes: DeviceHomes,
+        residents: Residents,
         store: ExpertStore,
         threads: int,
         streaming: Callable[[], StreamingGradients | None],
-        make_room: Callable[[bool], None],
+        reserve: Callable[[bool], None],
     ) -> None:
-        """`streaming` gives None if all experts are at home on the device for good. `make_room` is
+        """`streaming` gives None if all experts are resident for good. `reserve` is
         called before memory for states, and for gradients that are kept, is allocated there."""
         n_local = store.experts.n_local
-        self.of_homes = HomeGradients(homes, n_local, threads, self._host)
-        self._device = homes.device
+        self.of_residents = ResidentGradients(residents, n_local, threads, self._host)
+        self._device = residents.device
         self._may_use_host = False
         self._store = store
         self._streaming = streaming
-        self._make_room = make_room
+        self._reserve = reserve
         self.keep: bool | None = None
         """Whether the optimizer keeps gradients until `step()`; None: there is none yet."""
         self.accumulates = False
@@ -57,11 +57,11 @@ class ExpertGradients:
         return self.accumulates or self.keep is True
 
     def allow_host(self) -> None:
-        """Gradients of experts at home may wait for the global norm in host memory."""
+        """Gradients of resident experts may wait for the global norm in host memory."""
         self._may_use_host = True
 
     def uses_host(self, keep: bool) -> bool:
-        """Whether gradients of experts at home are kept in host memory if the optimizer keeps
+        """Whether gradients of resident experts are kept in host memory if the optimizer keeps
         gradients: if each of them has a host slot, and nothing is added to them."""
         store = self._store
         has_slots = store.host_slots >= len(store.entries) and not store.disk_slots
@@ -70,16 +70,16 @@ class ExpertGradients:
     @property
     def on_device(self) -> int:
         """Gradients that have memory on the device beside the experts' own: kept ones of experts
-        at home if others of them are kept in host memory, else sums of streamed experts."""
+        resident if others of them are kept in host memory, else sums of streamed experts."""
         if self._host() is not None:
-            return sum(self.of_homes.on_device)
+            return sum(self.of_residents.on_device)
         streaming = self._streaming()
         return 0 if streaming is None else len(streaming.on_device)
 
     def set_on_device(self, count: int) -> None:
         """Between steps."""
         if self._host() is not None:
-            self.of_homes.keep_on_device(spread_among(count, self._store.homes))
+            self.of_residents.keep_on_device(spread_among(count, self._store.residents))
         elif (streaming := self._streaming()) is not None:
             streaming.on_device.resize(count)
 
@@ -87,7 +87,7 @@ class ExpertGradients:
         streaming = self._streaming()
         if streaming is None or not self.uses_host(self.keep is True):
             return None
-        return streaming.of_homes
+        return streaming.of_residents
 
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
         """Allocates the optimizer states once, and with `keep` memory for kept gradients."""
@@ -95,10 +95,10 @@ class ExpertGradients:
         if Part.STATES not in self._store.memory.slabs:
             self._store.memory.set_state_dtype(state_dtype)
             self._store.allocate(Part.STATES)
-        self._make_room(keep)
+        self._reserve(keep)
         before, self.keep = self.keep, keep
         try:
-            self.of_homes.attach(state_dtype, keep)
+            self.of_residents.attach(state_dtype, keep)
         except BaseException:
             self.keep = before
             raise
@@ -109,7 +109,7 @@ class ExpertGradients:
         """Sets all optimizer states to zero."""
         if Part.STATES not in self._store.memory.slabs:
             return
-        self.of_homes.reset_states()
+        self.of_residents.reset_states()
         if (streaming := self._streaming()) is not None:
             streaming.reset_states()
 
@@ -117,7 +117,7 @@ class ExpertGradients:
         """Before the first gradients of a step that further ones will be added to."""
         if not self.accumulates:
             self.accumulates = True
-            self._make_room(True)
+            self._reserve(True)
 
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         """Before the gradients of a layer. `shared` are the ranks that compute each expert which
@@ -138,8 +138,8 @@ class ExpertGradients:
         and with `more` others are expected to be added before `complete_layer`."""
         streaming = self._streaming()
         with self._all_or_nothing():
-            if streaming is None or wave.first < self._store.homes[layer]:
-                self.of_homes.add(layer, wave, dw, hyper)
+            if streaming is None or wave.first < self._store.residents[layer]:
+                self.of_residents.add(layer, wave, dw, hyper)
             else:
                 streaming.add(layer, wave, dw, hyper, more)
 
@@ -186,7 +186,7 @@ class ExpertGradients:
         completed it; None if none did. With `hyper` all experts that this backward did not update
         are updated now, with their kept gradient or by decay; without, in `end_step`."""
         with self._all_or_nothing():
-            self.of_homes.complete_layer(layer, hyper)
+            self.of_residents.complete_layer(layer, hyper)
             if (streaming := self._streaming()) is not None:
                 streaming.complete_layer(layer, counts, hyper)
 
@@ -194,16 +194,16 @@ class ExpertGradients:
     def has_updated(self) -> bool:
         """Whether experts were updated, or will be, since the last `end_step` or `discard`."""
         streaming = self._streaming()
-        return self.of_homes.has_updated or (streaming is not None and streaming.has_updated)
+        return self.of_residents.has_updated or (streaming is not None and streaming.has_updated)
 
     def add_replicas(self, replicas: Ranks) -> None:
         """Adds the kept gradients of other nodes, expert by expert; waits for them."""
-        parts: list[KeptGradients] = [self.of_homes]
+        parts: list[KeptGradients] = [self.of_residents]
         if (streaming := self._streaming()) is not None:
             parts.append(streaming)
         store = self._store
         experts = [
-            (entry.number, parts[store.position(entry) >= store.homes[entry.id.layer]])
+            (entry.number, parts[store.position(entry) >= store.residents[entry.id.layer]])
             for entry in sorted(store.entries, key=lambda entry: entry.id)
         ]
         add_replicas(replicas, experts, self._device)
@@ -211,7 +211,7 @@ class ExpertGradients:
     def sum_of_squares(self) -> float:
         """Sum of squares of all kept gradients; waits for them."""
         self._store.lifetime.check()
-        squares = self.of_homes.squares()
+        squares = self.of_residents.squares()
         if (streaming := self._streaming()) is not None:
             squares = squares | streaming.squares()
         id_of = self._store.id_of
@@ -221,15 +221,15 @@ class ExpertGradients:
         """Updates the experts of the layers in `kept` with their kept gradients and ends the step.
         Raises NonFiniteError if a gradient was not finite."""
         with self._all_or_nothing():
-            self.of_homes.check_finite(kept)
+            self.of_residents.check_finite(kept)
             try:  # first: the CPU begins while updates on the device are queued
                 if (streaming := self._streaming()) is not None:
                     streaming.end_step(kept)
             finally:
-                self.of_homes.end_step(kept)
+                self.of_residents.end_step(kept)
 
     def discard(self, layer: int | None = None) -> None:
         """Drops the kept gradients of a layer, or all; the experts stay as they are."""
-        self.of_homes.discard(layer)
+        self.of_residents.discard(layer)
         if (streaming := self._streaming()) is not None:
             streaming.discard(layer)

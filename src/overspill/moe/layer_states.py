@@ -65,7 +65,7 @@ class LayerStates:
         """Whether this step has failed or has updated experts."""
         return self._gradients.has_updated or any(state in _FAILED for state in self._states)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """This step will not be finished, and may have updated the experts of any layer."""
         self._ahead.update(range(len(self._states)))
 

@@ -19,7 +19,7 @@ class MemoryUser(Protocol):
     def device_bytes(self) -> int:
         """What its experts and its dense part hold on the device."""
 
-    def give_way(self) -> None:
+    def shrink(self) -> None:
         """Another model gets memory: lets experts leave the device that are too many now."""
 
 
@@ -29,7 +29,7 @@ class _Claim:
     def device_bytes(self) -> int:
         return 0
 
-    def give_way(self) -> None:
+    def shrink(self) -> None:
         """No expert of it can leave."""
 
 
@@ -78,7 +78,7 @@ class MemoryLimits:
             for other in self.on(claimed.index):
                 other.note()
                 try:
-                    other.user.give_way()
+                    other.user.shrink()
                 except OverspillError as error:  # a model that has failed keeps what it has
                     _log.warning("experts of another model could not leave the GPU: %s", error)
             yield

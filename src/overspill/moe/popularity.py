@@ -42,7 +42,11 @@ class Popularity:
             return
         self.observer.observe(layer, x_TD, expert_ids_TK, self._stage_order.visit)
         streaming = self._streaming.started
-        if not predicts or streaming is None or sum(self._store.homes) == len(self._store.entries):
+        if (
+            not predicts
+            or streaming is None
+            or sum(self._store.residents) == len(self._store.entries)
+        ):
             return
         every = -(-len(x_TD) // PREDICT_TOKENS)
         for later, distance in self.observer.later_layers(layer):

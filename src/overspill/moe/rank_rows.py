@@ -68,7 +68,7 @@ class RankRows:
         backward."""
         assert layer_pass.sent is not None
         store, now = self._store, self._now()
-        n_streamed = -(-(len(store.entries) - sum(store.homes)) // store.n_layers)
+        n_streamed = -(-(len(store.entries) - sum(store.residents)) // store.n_layers)
         return self._received.keeps(
             now.settings.received_rows,
             layer_pass.sent.most_rows,

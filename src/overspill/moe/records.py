@@ -9,22 +9,22 @@ from torch import Tensor
 
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
-from overspill.moe.homes.memory import DeviceHomes, LayerRecords
+from overspill.moe.residents.memory import LayerRecords, Residents
 from overspill.tiers.entry import Part
-from overspill.tiers.home_changes import HomeChanges
 from overspill.tiers.layout import RecordLayout
+from overspill.tiers.resident_changes import ResidentChanges
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.requests import run_all
 
 
 class ExpertRecords:
-    """Reads and writes whole records by global expert id, wherever the expert has its home, while
+    """Reads and writes whole records by global expert id, wherever the expert is, while
     no step is running."""
 
-    def __init__(self, store: ExpertStore, homes: DeviceHomes) -> None:
+    def __init__(self, store: ExpertStore, residents: Residents) -> None:
         self._store = store
-        self._homes = homes
-        self._changes = HomeChanges(store)
+        self._residents = residents
+        self._changes = ResidentChanges(store)
         self._saved_to: Path | None = None
         self.n_changes = 0
         """How often weights of experts were written or updated; it is counted before updates, which
@@ -58,12 +58,12 @@ class ExpertRecords:
         self._saved_to = None
         self.n_changes += 1
 
-    def _at_home(self, expert: ExpertId) -> tuple[LayerRecords, int] | None:
-        """The records of the expert's layer and its row, if its home is the compute device."""
+    def _resident(self, expert: ExpertId) -> tuple[LayerRecords, int] | None:
+        """The records of the expert's layer and its row, if it is resident."""
         self._store.lifetime.check()
         position = self._store.maps[expert.layer].position(expert.index)
-        if position < self._store.homes[expert.layer]:
-            return self._homes[expert.layer], position
+        if position < self._store.residents[expert.layer]:
+            return self._residents[expert.layer], position
         return None
 
     def fill(
@@ -75,15 +75,15 @@ class ExpertRecords:
         own = threading.local()
 
         def fill_one(expert: ExpertId) -> None:
-            home = self._at_home(expert)
-            if home is None:
+            place = self._resident(expert)
+            if place is None:
                 self._store.set_part(
                     self._store.entry(expert),
                     Part.WEIGHTS,
                     lambda memory: fill(expert, self.layout.weights(memory)),
                 )
                 return
-            weights = home[0].weights[home[1]]
+            weights = place[0].weights[place[1]]
             if not on_host:
                 fill(expert, weights)
                 return
@@ -97,9 +97,9 @@ class ExpertRecords:
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         """Copies an expert's flat weights into `out` [numel]."""
-        home = self._at_home(expert)
-        if home is not None:
-            self.layout.unpack(expert.layer, home[0].weights[home[1]], out)
+        place = self._resident(expert)
+        if place is not None:
+            self.layout.unpack(expert.layer, place[0].weights[place[1]], out)
         else:
             memory = self._store.read_part(self._store.entry(expert), Part.WEIGHTS)
             self.layout.unpack(expert.layer, self.layout.weights(memory), out)
@@ -122,11 +122,11 @@ class ExpertRecords:
             self.n_changes += 1
 
     def _write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
-        home = self._at_home(expert)
+        place = self._resident(expert)
         self.mark_changed()
         # the master becomes the new weight, without low bits of the old one
-        if home is not None:
-            records, row = home
+        if place is not None:
+            records, row = place
             fill(records.weights[row])
             if "low" in records.states:
                 records.states["low"][row].zero_()
@@ -141,18 +141,18 @@ class ExpertRecords:
 
     def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
         """Copies one optimizer state of an expert into `out` [numel]."""
-        home = self._at_home(expert)
-        if home is not None:
-            out.copy_(home[0].states[name][home[1]])
+        place = self._resident(expert)
+        if place is not None:
+            out.copy_(place[0].states[name][place[1]])
         else:
             memory = self._store.read_part(self._store.entry(expert), Part.STATES)
             out.copy_(self.layout.state(memory, name))
 
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
         """Sets one optimizer state of an expert."""
-        home = self._at_home(expert)
-        if home is not None:
-            home[0].states[name][home[1]].copy_(value)
+        place = self._resident(expert)
+        if place is not None:
+            place[0].states[name][place[1]].copy_(value)
             return
 
         def fill(memory: Tensor) -> None:
@@ -160,23 +160,23 @@ class ExpertRecords:
 
         self._store.write_part(self._store.entry(expert), Part.STATES, fill)
 
-    # -- a change of homes ----------------------------------------------------------------------
+    # -- a change of residents ----------------------------------------------------------------
 
     def move_to_device(self, layer: int, count: int) -> None:
-        """Makes the compute device the home of the first `count` experts of a layer. While nothing
+        """Makes the first `count` experts of a layer resident. While nothing
         is computed or transferred, and no gradient is kept."""
         try:
-            self._homes.resize(layer, count)
-            for position in range(self._store.homes[layer], count):
+            self._residents.resize(layer, count)
+            for position in range(self._store.residents[layer], count):
                 self._copy_to_device(layer, position)
-            self._homes.wait()  # the host slots are given to others
+            self._residents.wait()  # the host slots are given to others
             self._changes.leave_host(layer, count)
         except BaseException:
-            self._homes.resize(layer, self._store.homes[layer])
+            self._residents.resize(layer, self._store.residents[layer])
             raise
 
     def _copy_to_device(self, layer: int, position: int) -> None:
-        records, entry = self._homes[layer], self._store.at(layer, position)
+        records, entry = self._residents[layer], self._store.at(layer, position)
         weights = self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
         records.weights[position].copy_(weights)
         if records.states:
@@ -185,29 +185,29 @@ class ExpertRecords:
                 state[position].copy_(self.layout.state(memory, name))
 
     def move_to_host(self, layer: int, count: int) -> None:
-        """Leaves the device as the home of only the first `count` experts of a layer. While nothing
+        """Keeps only the first `count` experts of a layer resident. While nothing
         is computed or transferred, and no gradient is kept; host memory or the disk must have room
         for the others."""
-        records = self._homes[layer]
+        records = self._residents[layer]
         try:
-            for position in reversed(range(count, self._store.homes[layer])):
+            for position in reversed(range(count, self._store.residents[layer])):
                 entry = self._store.at(layer, position)
                 self._changes.enter_host(
                     entry, {part: self._copier(records, position, part) for part in self._parts()}
                 )
         finally:
-            self._homes.resize(layer, self._store.homes[layer])
+            self._residents.resize(layer, self._store.residents[layer])
 
-    def exchange(self, layer: int, home: int, streamed: int) -> None:
-        """Lets an expert at home on the device and a streamed one exchange their places. While
+    def swap(self, layer: int, resident: int, streamed: int) -> None:
+        """Swaps a resident expert and a streamed one. While
         nothing is computed or transferred, and there are no optimizer states."""
-        store, row = self._store, self._homes[layer].weights[home]
-        entries = store.at(layer, home), store.at(layer, streamed)
+        store, row = self._store, self._residents[layer].weights[resident]
+        entries = store.at(layer, resident), store.at(layer, streamed)
         with store.lock:
             host = self.layout.weights(self._changes.load_weights(entries[1]))
             before, map_before = (row.clone(), host.to(row.device, copy=True)), store.maps[layer]
             try:
-                self._changes.exchange(*entries, lambda: _copy_pair(before[::-1], (row, host)))
+                self._changes.swap(*entries, lambda: _copy_pair(before[::-1], (row, host)))
             except BaseException:
                 if store.maps[layer] is map_before:
                     _copy_pair(before, (row, host))

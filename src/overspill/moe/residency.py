@@ -1,4 +1,4 @@
-"""Keeps as many experts at home on the compute device as its memory allows.
+"""Keeps as many resident experts as its memory allows.
 
 How much memory activations need is known only after a batch. So the first passes are observed, then
 experts move to the device until the budget is used. Some leave it again before a larger batch, if
@@ -14,7 +14,7 @@ import torch
 from overspill.core.errors import BudgetError, DiskError
 from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
-from overspill.plan.homes import DeviceShare, share_memory
+from overspill.plan.residents import DeviceShare, share_memory
 
 _log = logging.getLogger("overspill")
 # Passes before a change. The first is not measured; in each of the next few the allocator divides
@@ -30,7 +30,7 @@ _WORTHWHILE = 0.02  # share of the experts: moving fewer is not worth the wait
 class BytesEach(NamedTuple):
     """Memory of the device that one of each needs; 0 if there are none."""
 
-    expert: int  # at home
+    expert: int  # resident
     gradient: int = 0  # an accumulated one
     kept: int = 0  # a kept gradient that can also be in host memory
 
@@ -77,13 +77,13 @@ class Residency:
     def __init__(
         self, memory: DeviceMemory, budget: int, experts: MovableExperts, planned_bytes: int = 0
     ) -> None:
-        """The plan of memory counts `planned_bytes` for each expert that is at home now."""
+        """The plan of memory counts `planned_bytes` for each expert that is resident now."""
         self._memory = memory
         self._budget = budget
         self._limit = budget  # of the last pass: what of the budget is available
         self._experts = experts
         self._margin = _MARGIN
-        self._planned_bytes = max(planned_bytes, experts.bytes_each().expert)  # for each at home
+        self._planned_bytes = max(planned_bytes, experts.bytes_each().expert)  # for each resident
         self._at_first = experts.share.experts
         self._passes = 0  # since experts were moved
         self._idle = 0  # bytes in use before a pass
@@ -96,7 +96,7 @@ class Residency:
     def before_pass(self, rows: int, training: bool) -> None:
         """A pass of `rows` tokens begins, between two steps: moves experts if that is worthwhile.
         Experts that cannot leave the device stay there."""
-        self.make_room(self._experts.bytes_each().expert)
+        self.reserve(self._experts.bytes_each().expert)
         if self._passes == 1:  # the first pass may have compiled kernels and allocated states
             self._memory.reset()
             self._rows.clear()
@@ -112,7 +112,7 @@ class Residency:
         self._passes += 1
         self._idle = self._memory.allocated()
 
-    def give_way(self) -> None:
+    def shrink(self) -> None:
         """Another model gets memory now: experts leave that are too many."""
         self._adjust(larger=True, fill=False)
 
@@ -159,9 +159,9 @@ class Residency:
         last = share.experts == total and now.experts < total
         return last or any(abs(a - b) >= least for a, b in zip(now, share, strict=True))
 
-    def make_room(self, expert_bytes: int) -> None:
-        """Each expert at home will need `expert_bytes`: if that is more than before, some leave the
-        device first."""
+    def reserve(self, expert_bytes: int) -> None:
+        """Each resident expert will need `expert_bytes`: if that is more than before, some leave
+        the device first."""
         if expert_bytes > self._planned_bytes:
             now = self._experts.share
             remaining = now.experts * self._planned_bytes // expert_bytes

@@ -52,7 +52,7 @@ class StageOrder:
         return self._visit is None or self._visit.micro_batch == 0
 
     def fits(self, layers: range) -> bool:
-        """Whether the device holds all experts of these layers at once, at home or in slots."""
+        """Whether the device holds all experts of these layers at once, resident or in slots."""
         streaming = self._streaming.started
         if streaming is None:
             return True

@@ -113,7 +113,7 @@ class TrainingStep:
             self.allocate_states()
         dropped = self.states.has_gradients
         if replaces:
-            self._give_up()
+            self._abort()
             self.passes.forget_expected()
             self.gradients.reset_states()
             self._steps = [0] * len(self._steps)
@@ -375,10 +375,10 @@ class TrainingStep:
         self._overwritten = self.states.has_updated
         self.states.catch_up(layer)
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         """Drops this step, also if it has updated experts: then their weights must be loaded."""
         if self.states.has_updated and not self._overwritten:
-            self.states.give_up()
+            self.states.abort()
         self.discard()
 
     @_exclusive
@@ -387,7 +387,7 @@ class TrainingStep:
         up; whether there was one."""
         started = self.states.has_begun
         if started:
-            self._give_up()
+            self._abort()
         return started
 
     @_exclusive
@@ -410,7 +410,7 @@ class TrainingStep:
             except OrderError:
                 # model.zero_grad() has dropped other gradients before: there is no way back
                 if self.gradients.has_updated:
-                    self.states.give_up()
+                    self.states.abort()
                 raise
             self.gradients.discard(layer)
             self.states[layer] = LayerState.EMPTY

@@ -21,7 +21,7 @@ from overspill.compute.cpu_kernel import factor_row_bytes
 from overspill.optim.factored import Factors, adamw_factored_, form_gradient, square_of
 from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
 from overspill.tiers.entry import Entry, Part
-from overspill.tiers.guests import Guest
+from overspill.tiers.remote_experts import RemoteExpert
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
@@ -199,7 +199,7 @@ class Updates:
             update, entry = queued.update, queued.update.entry
             # a record that is being written to disk must not change during the write
             in_host = entry.host_slot is not None and not update.needs & ~entry.valid
-            if (in_host or isinstance(entry, Guest)) and not entry.io:
+            if (in_host or isinstance(entry, RemoteExpert)) and not entry.io:
                 heapq.heappush(self._ready, queued)
             else:
                 still.append(queued)

@@ -56,7 +56,7 @@ def joined(
     store, page = _meet(place)
     first = place.rank - place.node_rank
     watchdog = Watchdog(page, place.node_rank, first=first, size=place.size)
-    watchdog.start(lambda wrong: _give_up(page, wrong))
+    watchdog.start(lambda wrong: _abort(page, wrong))
     with _reported(page, place.rank):
         # None may fail before all can see its report. The watchdog names a rank that is missing.
         store.set(f"overspill/joined/{place.rank}", "")
@@ -209,7 +209,7 @@ def _await_report(page: Page, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def _give_up(page: Page, wrong: str) -> None:
+def _abort(page: Page, wrong: str) -> None:
     """What the watchdog does."""
     time.sleep(LAUNCHER_FIRST)
     report(page, wrong, 1)

@@ -61,13 +61,13 @@ class BudgetRequest(PlanOptions, HostSlots):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything is placed. `homes` experts live on the compute device; the others pass
+    """Where everything is placed. `residents` experts live on the compute device; the others pass
     through its `slots`, which are not allocated if there are none."""
 
     mode: str
-    homes: int
+    residents: int
     slots: int
-    home_slots: int  # host slots that hold the same expert for the whole run
+    permanent_slots: int  # host slots that hold the same expert for the whole run
     cache_slots: int  # host slots shared by the experts on disk
     disk_slots: int  # experts on disk
     ring: int  # gradient buffers
@@ -91,23 +91,23 @@ class Placement:
 def place(model: ModelSizes, request: BudgetRequest) -> Placement:
     """The placement for `request`. If none fits, raises BudgetError with flag, need and fix."""
     _check(request)
-    homes = _homes(model, request)
+    residents = _residents(model, request)
     if request.dense_weights == "host" or (
-        _may_move_weights(request) and _free(model, request, homes) < _floor(model)
+        _may_move_weights(request) and _free(model, request, residents) < _floor(model)
     ):
-        return _place_without_dense(model, request, homes)
+        return _place_without_dense(model, request, residents)
     if request.dense_states == "host":
-        return _place(model, request, homes)
+        return _place(model, request, residents)
     states_on_gpu = replace(model, dense=model.dense + model.dense_states, dense_states=0)
     if request.dense_states == "gpu" or request.mode == "gpu" or not request.can_map:
-        return _place(states_on_gpu, request, homes)
-    if _free(states_on_gpu, request, homes) < _floor(model):
-        return _place(model, request, homes)
-    on_gpu = _place(states_on_gpu, request, homes)
+        return _place(states_on_gpu, request, residents)
+    if _free(states_on_gpu, request, residents) < _floor(model):
+        return _place(model, request, residents)
+    on_gpu = _place(states_on_gpu, request, residents)
     if on_gpu.mode == "gpu" or states_on_gpu.dense <= _DENSE_SHARE * request.gpu_memory:
         return on_gpu
     try:
-        on_host = _place(model, request, homes)
+        on_host = _place(model, request, residents)
     except BudgetError:
         return on_gpu
     return on_host if on_host.mode == on_gpu.mode else on_gpu  # no expert goes to disk for it
@@ -118,7 +118,7 @@ def _may_move_weights(request: BudgetRequest) -> bool:
     return free_to and request.mode != "gpu" and request.can_map
 
 
-def _place_without_dense(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
+def _place_without_dense(model: ModelSizes, request: BudgetRequest, residents: int) -> Placement:
     """Weights, gradients and optimizer states of the dense part are in host memory."""
     streamed = replace(
         model,
@@ -126,7 +126,7 @@ def _place_without_dense(model: ModelSizes, request: BudgetRequest, homes: int) 
         dense_states=model.dense + model.dense_states,
         dense_on_host="dense weights" + (" and optimizer states" if model.dense_states else ""),
     )
-    placement = _place(streamed, request, homes)
+    placement = _place(streamed, request, residents)
     return replace(placement, dense_states=model.dense_states, dense_weights=model.dense)
 
 
@@ -151,23 +151,23 @@ def _floor(model: ModelSizes) -> int:
     return 6 * model.weight_record + _MIN_WAVE_ROWS * model.token_bytes
 
 
-def _free(model: ModelSizes, request: BudgetRequest, homes: int) -> int:
-    """GPU memory beside the dense part and `homes` experts."""
-    at_home = homes * _slot_bytes(model, request.keep_gradients is True)
-    return request.gpu_memory - model.dense - at_home
+def _free(model: ModelSizes, request: BudgetRequest, residents: int) -> int:
+    """GPU memory beside the dense part and `residents` experts."""
+    resident = residents * _slot_bytes(model, request.keep_gradients is True)
+    return request.gpu_memory - model.dense - resident
 
 
-def _too_small(model: ModelSizes, request: BudgetRequest, homes: int) -> BudgetError:
-    need = request.gpu_memory - _free(model, request, homes) + _floor(model)
+def _too_small(model: ModelSizes, request: BudgetRequest, residents: int) -> BudgetError:
+    need = request.gpu_memory - _free(model, request, residents) + _floor(model)
     dense = f"the dense part of this model needs {format_size(model.dense)}"
     if model.dense_states:
         what = model.dense_on_host.removeprefix("dense ")
         dense += f" (beside {format_size(model.dense_states)} of {what} in host memory)"
     elif request.dense_states == "auto" and request.mode != "gpu" and not request.can_map:
         dense += " (its optimizer states can be in host memory on the first GPU only)"
-    if homes:
-        at_home = homes * _slot_bytes(model, request.keep_gradients is True)
-        dense += f", gpu_experts={homes} {format_size(at_home)}"
+    if residents:
+        resident = residents * _slot_bytes(model, request.keep_gradients is True)
+        dense += f", gpu_experts={residents} {format_size(resident)}"
     what = "two experts with their gradients" if model.trains_experts else "experts and activations"
     return BudgetError(
         f"--gpu-memory {format_size(request.gpu_memory)} is too small: {dense} and {what} "
@@ -175,25 +175,25 @@ def _too_small(model: ModelSizes, request: BudgetRequest, homes: int) -> BudgetE
     )
 
 
-def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
+def _place(model: ModelSizes, request: BudgetRequest, residents: int) -> Placement:
     """All of `model.dense` is on the GPU, `model.dense_states` in host memory."""
-    mode = request.mode if request.mode != "auto" else _choose_mode(model, request, homes)
+    mode = request.mode if request.mode != "auto" else _choose_mode(model, request, residents)
     fills = _may_fill(request) and mode != "gpu"
     if fills:
-        homes = _homes_beyond_host(model, request)
-        mode = _choose_mode(model, request, homes)
-    free = _free(model, request, homes)
+        residents = _residents_beyond_host(model, request)
+        mode = _choose_mode(model, request, residents)
+    free = _free(model, request, residents)
     if free < _floor(model):
-        raise _too_small(model, request, homes)
+        raise _too_small(model, request, residents)
     max_rows = max(_MIN_WAVE_ROWS, free // 8 // model.token_bytes)
     if mode == "gpu":
         _check_gpu(model, request)
-        homes = model.experts
-    count, host_memory = model.experts - homes, request.host_memory  # experts that are streamed
+        residents = model.experts
+    count, host_memory = model.experts - residents, request.host_memory  # experts that are streamed
     slots = _slots(model, request, free)
     ring = _least_ring(model, count)
     on_host = Placement(
-        "host", homes, slots, count, 0, 0, ring, max_rows, host_memory, model.training,
+        "host", residents, slots, count, 0, 0, ring, max_rows, host_memory, model.training,
         model.trains_experts, fills, dense_states=model.dense_states,
         gpu_memory=request.gpu_memory,
     )  # fmt: skip
@@ -210,7 +210,7 @@ def _place(model: ModelSizes, request: BudgetRequest, homes: int) -> Placement:
     if request.host_slots is None and _host_slots(model, request, ring, slot_bytes) < count:
         need = count * slot_bytes + ring * model.weight_record + on_host.reserved
         what, more = "the experts", "host memory"
-        if fills and homes:
+        if fills and residents:
             what = f"the {count} experts beyond --gpu-memory {format_size(request.gpu_memory)}"
             more = "host or GPU memory"
         what += f" and {model.dense_on_host}" if model.dense_states else ""
@@ -242,7 +242,7 @@ def _may_fill(request: BudgetRequest) -> bool:
     return request.residency and request.mode == "auto" and all(n is None for n in given)
 
 
-def _homes_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
+def _residents_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
     """Experts that start on the GPU because host memory does not hold them: as many as are missing
     there, if a quarter of the GPU's budget remains for activations, and what streaming needs."""
     slot_bytes = _planned_slot_bytes(model, request)
@@ -259,21 +259,21 @@ def _homes_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
     return max(0, min(missing, free // slot_bytes))
 
 
-def _homes(model: ModelSizes, request: BudgetRequest) -> int:
+def _residents(model: ModelSizes, request: BudgetRequest) -> int:
     """Experts that are asked to live on the GPU, if not all of them do by the mode."""
-    homes = request.gpu_experts
-    if homes is None:
+    residents = request.gpu_experts
+    if residents is None:
         return 0
-    if not isinstance(homes, int) or not 0 <= homes <= model.experts:
+    if not isinstance(residents, int) or not 0 <= residents <= model.experts:
         raise ConfigError(
-            f"gpu_experts={homes} must be a number of experts from 0 to {model.experts}"
+            f"gpu_experts={residents} must be a number of experts from 0 to {model.experts}"
         )
-    if request.mode == "gpu" and homes < model.experts:
+    if request.mode == "gpu" and residents < model.experts:
         raise ConfigError(
-            f"mode='gpu' keeps all {model.experts} experts on the GPU, gpu_experts={homes} does "
-            "not; give one of them"
+            f"mode='gpu' keeps all {model.experts} experts on the GPU, gpu_experts={residents} "
+            "does not; give one of them"
         )
-    return 0 if request.mode == "gpu" else homes
+    return 0 if request.mode == "gpu" else residents
 
 
 def _slot_bytes(model: ModelSizes, keep: bool) -> int:
@@ -302,15 +302,15 @@ def _check_gpu(model: ModelSizes, request: BudgetRequest) -> None:
         )
 
 
-def _choose_mode(model: ModelSizes, request: BudgetRequest, homes: int) -> str:
+def _choose_mode(model: ModelSizes, request: BudgetRequest, residents: int) -> str:
     if request.host_slots is None:
         # a quarter of the budget remains for activations
         overridden = request.slots is not None or request.gpu_experts is not None
         if not overridden and _gpu_need(model, request) <= 0.75 * request.gpu_memory:
             return "gpu"
-        ring = _least_ring(model, model.experts - homes)
+        ring = _least_ring(model, model.experts - residents)
         slot_bytes = _planned_slot_bytes(model, request)
-        if _host_slots(model, request, ring, slot_bytes) >= model.experts - homes:
+        if _host_slots(model, request, ring, slot_bytes) >= model.experts - residents:
             return "host"
     return "host" if request.disk_free is None else "disk"
 
@@ -367,14 +367,14 @@ def _on_disk(
             f"the disk has {format_size(request.disk_free)} free, {spilled} spilled experts need "
             f"{format_size(need)}; free some space or raise --host-memory"
         )
-    spare_records = on_host.homes if on_host.fills else 0
+    spare_records = on_host.residents if on_host.fills else 0
     need = (spilled + spare_records) * slot_bytes
     if need > request.disk_free:
         spare_records = 0
     return replace(
         on_host,
         mode="disk",
-        home_slots=slots - cache,
+        permanent_slots=slots - cache,
         cache_slots=cache,
         disk_slots=spilled,
         spare_records=spare_records,

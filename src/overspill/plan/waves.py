@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """An expert of the current chunk, or at home on the device, that is to be computed."""
+    """An expert of the current chunk, or resident, that is to be computed."""
 
     position: int  # in its layer
     start: int  # its first token row

@@ -184,16 +184,16 @@ class _Layer:
 
     @classmethod
     def of(
-        cls, rows_E: Sequence[int], n_gpus: int, one: PlacementCosts, at_home: bool, dynamic: bool
+        cls, rows_E: Sequence[int], n_gpus: int, one: PlacementCosts, resident: bool, dynamic: bool
     ) -> "_Layer":
         static_GE = rows_GE = static_rows(rows_E, n_gpus)
         if dynamic:
             step = PlacementCosts(2 * one.upload, _PASSES * one.row, one.wait)
-            rows_GE = dynamic_rows(rows_E, n_gpus, step, at_home)
+            rows_GE = dynamic_rows(rows_E, n_gpus, step, resident)
         most_rows = int(rows_GE.sum(1).max())
         seconds = _PASSES * most_rows * one.row
         if not np.array_equal(rows_GE, static_GE):
             # the uploads of the forward delay it where they take longer than its compute
-            forward = layer_seconds(rows_GE, one, at_home) + one.wait
+            forward = layer_seconds(rows_GE, one, resident) + one.wait
             seconds += forward - most_rows * one.row
-        return cls(seconds, most_rows, uploaded(rows_GE, at_home))
+        return cls(seconds, most_rows, uploaded(rows_GE, resident))

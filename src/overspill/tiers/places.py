@@ -5,25 +5,25 @@ from collections.abc import Collection, Iterable
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.tiers.entry import Entry, Part
-from overspill.tiers.guests import Guests
+from overspill.tiers.remote_experts import RemoteExperts
 from overspill.tiers.worker_sync import WorkerSync
 
 
 class ExpertPlaces(WorkerSync):
     """The entries of all local experts, and the slots of those that are streamed.
 
-    The first `homes[layer]` experts of each layer have their home on the compute device and nothing
-    here. Of the others, `home_slots`, spread evenly over the layers, always stay in host memory;
-    the rest is on disk and passes through `cache_slots` further host slots.
+    The first `residents[layer]` experts of each layer live on the compute device and nothing
+    here. Of the others, `permanent_slots`, spread evenly over the layers, always stay in host
+    memory; the rest is on disk and passes through `cache_slots` further host slots.
     """
 
     def __init__(
         self,
         n_layers: int,
         experts: ExpertMap,
-        home_slots: int,
+        permanent_slots: int,
         cache_slots: int,
-        homes: list[int] | None,
+        residents: list[int] | None,
         spare_records: int,
         watchdog_seconds: float,
     ) -> None:
@@ -33,18 +33,18 @@ class ExpertPlaces(WorkerSync):
         self.maps = [experts] * n_layers
         """Which expert of each layer is at which position."""
         self.n_layers = n_layers
-        self.homes = homes if homes is not None else [0] * n_layers
-        """Experts of each layer at home on the compute device: the first ones."""
-        count = n_layers * experts.n_local - sum(self.homes)
-        self.home_slots = min(home_slots, count)
-        on_disk = count - self.home_slots
+        self.residents = residents if residents is not None else [0] * n_layers
+        """Experts of each layer resident: the first ones."""
+        count = n_layers * experts.n_local - sum(self.residents)
+        self.permanent_slots = min(permanent_slots, count)
+        on_disk = count - self.permanent_slots
         self.disk_slots = on_disk + spare_records if on_disk else 0
         self.least_cache = min(cache_slots, on_disk)
         """Host slots that experts on disk need."""
         assert self.disk_slots == 0 or self.least_cache >= 1
-        self.host_slots = self.home_slots + self.least_cache
+        self.host_slots = self.permanent_slots + self.least_cache
         self.entries = self._number_entries(count)
-        self.guests: Guests | None = None
+        self.remote_experts: RemoteExperts | None = None
         """Experts of other ranks that this one can upload. They are no `entries`."""
         self._cached: dict[Entry, None] = {}
         self.recount_slots()
@@ -54,10 +54,10 @@ class ExpertPlaces(WorkerSync):
         for number in range(self.n_layers * self.experts.n_local):
             layer, position = divmod(number, self.experts.n_local)
             id = ExpertId(layer, self.experts.global_id(position))
-            if position < self.homes[layer]:
+            if position < self.residents[layer]:
                 entries.append(Entry(id, number, None, None))
             # evenly spread, so that the disk is read at a steady rate through a step
-            elif (in_host + on_disk + 1) * self.home_slots // streamed > in_host:
+            elif (in_host + on_disk + 1) * self.permanent_slots // streamed > in_host:
                 entries.append(Entry(id, number, in_host, None))
                 in_host += 1
             else:
@@ -78,24 +78,24 @@ class ExpertPlaces(WorkerSync):
     def at(self, layer: int, position: int) -> Entry:
         n_local = self.experts.n_local
         if position >= n_local:
-            assert self.guests is not None
-            return self.guests.of(layer)[position - n_local]
+            assert self.remote_experts is not None
+            return self.remote_experts.of(layer)[position - n_local]
         return self.entries[layer * n_local + position]
 
     def numbered(self, number: int) -> Entry:
-        """The expert, or guest, with a number."""
+        """The expert, or remote expert, with a number."""
         if number < len(self.entries):
             return self.entries[number]
-        assert self.guests is not None
-        return self.guests.entries[number - len(self.entries)]
+        assert self.remote_experts is not None
+        return self.remote_experts.entries[number - len(self.entries)]
 
     @property
     def computed(self) -> list[ExpertMap]:
         """Which expert of each layer is at which position, for passes: after the local experts come
-        the guests."""
-        if self.guests is None:
-            return self.maps  # itself: experts may exchange places
-        ids = self.experts.local_ids + self.guests.ids
+        the remote experts."""
+        if self.remote_experts is None:
+            return self.maps  # itself: experts may be swapped
+        ids = self.experts.local_ids + self.remote_experts.ids
         return [ExpertMap(self.experts.n_global, ids)] * self.n_layers
 
     def layer_entries(self, layer: int) -> list[Entry]:
@@ -103,16 +103,16 @@ class ExpertPlaces(WorkerSync):
         return self.entries[first : first + self.experts.n_local]
 
     def streamed(self, layer: int) -> list[Entry]:
-        """The experts of a layer that are not at home on the compute device."""
-        return self.layer_entries(layer)[self.homes[layer] :]
+        """The experts of a layer that are not resident."""
+        return self.layer_entries(layer)[self.residents[layer] :]
 
     def position(self, entry: Entry) -> int:
-        """The position of an expert, or guest, in its layer."""
-        n_local, guest = self.experts.n_local, entry.number - len(self.entries)
-        if guest < 0:
+        """The position of an expert, or remote expert, in its layer."""
+        n_local, remote = self.experts.n_local, entry.number - len(self.entries)
+        if remote < 0:
             return entry.number % n_local
-        assert self.guests is not None
-        return n_local + guest % len(self.guests.ids)
+        assert self.remote_experts is not None
+        return n_local + remote % len(self.remote_experts.ids)
 
     # -- slots ----------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class ExpertPlaces(WorkerSync):
     def recount_slots(self) -> None:
         """At the beginning and after an interrupt: the entries say which slots are free."""
         with self.lock:
-            for layer, count in enumerate(self.homes):
+            for layer, count in enumerate(self.residents):
                 for entry in self.layer_entries(layer)[:count]:
                     entry.host_slot = entry.disk_slot = None
                     entry.upload = entry.copy = None

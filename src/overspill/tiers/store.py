@@ -1,7 +1,7 @@
 """The store owns what is known of each expert's place: its host slot, its disk slot, which of its
 parts are valid in host memory and which are newer than on disk. It owns the memory, the record
 files, the entries and the lock that guards them. Every change of an entry is a method here, in
-`ExpertPlaces`, or in a part of the store: `DecodingSlots`, `HomeChanges`."""
+`ExpertPlaces`, or in a part of the store: `DecodingSlots`, `ResidentChanges`."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ from overspill.core.errors import DiskError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.lifetime import Lifetime
 from overspill.tiers.entry import Entry, Part, Reader
-from overspill.tiers.guests import Guest, Guests
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.places import ExpertPlaces
 from overspill.tiers.record_memory import RecordMemory
+from overspill.tiers.remote_experts import RemoteExpert, RemoteExperts
 from overspill.tiers.shared_experts import SharedExperts
 from overspill.tiers.slab import Progress
 from overspill.tiers.worker_sync import WATCHDOG_SECONDS
@@ -37,20 +37,26 @@ class ExpertStore(ExpertPlaces):
         n_layers: int,
         experts: ExpertMap,
         layout: RecordLayout,
-        home_slots: int,
+        permanent_slots: int,
         cache_slots: int,
         pinned: bool,
         disk: Path | None = None,
         progress: Progress | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
-        homes: list[int] | None = None,
+        residents: list[int] | None = None,
         spare_records: int = 0,
         shared: SharedExperts | None = None,
     ) -> None:
         """With `shared` the weights are in memory that other ranks read; all experts are in host
         memory then."""
         super().__init__(
-            n_layers, experts, home_slots, cache_slots, homes, spare_records, watchdog_seconds
+            n_layers,
+            experts,
+            permanent_slots,
+            cache_slots,
+            residents,
+            spare_records,
+            watchdog_seconds,
         )
         self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
         self.lifetime = Lifetime()
@@ -61,8 +67,10 @@ class ExpertStore(ExpertPlaces):
         try:
             self.allocate(Part.WEIGHTS, background=True)  # pinned while the slots are filled
             if shared is not None:
-                assert self.home_slots == len(self.entries), "all experts must be in host memory"
-                self.guests = Guests(shared, n_layers, len(self.entries), pinned)
+                assert self.permanent_slots == len(self.entries), (
+                    "all experts must be in host memory"
+                )
+                self.remote_experts = RemoteExperts(shared, n_layers, len(self.entries), pinned)
         except BaseException:
             self.close()  # leaves no file behind
             raise
@@ -82,15 +90,16 @@ class ExpertStore(ExpertPlaces):
                     entry.valid |= part
 
     def host(self, entry: Entry, part: Part) -> Tensor:
-        """The bytes of `part` in the expert's host slot; of a guest, in that of its owner."""
-        if isinstance(entry, Guest):
+        """The bytes of `part` in the expert's host slot; of a remote expert, in that of its
+        owner."""
+        if isinstance(entry, RemoteExpert):
             assert part == Part.WEIGHTS
             return entry.weights
         assert entry.host_slot is not None
         return self.memory.slabs[part][entry.host_slot]
 
     def unused_memory(self, part: Part) -> list[Tensor]:
-        """The memory of host slots that no expert has, until homes are changed. Experts on disk
+        """The memory of host slots that no expert has, until residents are changed. Experts on disk
         would use it: there are none."""
         assert not self.disk_slots
         return [self.memory.slabs[part][slot] for slot in self.free_slots]
@@ -98,13 +107,13 @@ class ExpertStore(ExpertPlaces):
     def wait_allocated(self) -> None:
         """Blocks until all memory is allocated and pinned."""
         self.memory.wait_allocated()
-        for slab in () if self.guests is None else self.guests.slabs:
+        for slab in () if self.remote_experts is None else self.remote_experts.slabs:
             slab.wait_allocated()
 
     def close(self) -> None:
         self.lifetime.closed = True
-        if self.guests is not None:
-            self.guests.close()
+        if self.remote_experts is not None:
+            self.remote_experts.close()
         self.memory.close()
         if self._shared is not None:
             self._shared.close()
@@ -120,8 +129,8 @@ class ExpertStore(ExpertPlaces):
         """The versions of all experts of a layer, by their ids, as their owners have announced
         them for a pass."""
         with self.lock:
-            for guest in () if self.guests is None else self.guests.of(layer):
-                guest.version = versions[guest.id.index]
+            for remote in () if self.remote_experts is None else self.remote_experts.of(layer):
+                remote.version = versions[remote.id.index]
 
     def wait_uploader(self, poll: bool = False) -> None:
         before = self._progress_of_others() if poll else 0

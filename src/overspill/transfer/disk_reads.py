@@ -98,7 +98,7 @@ class DiskReads:
             except OSError as error:
                 raise self._failed(entry, error) from error
             except BaseException:
-                self._give_up()
+                self._abort()
                 raise
 
     def _hold(self, entries: Sequence[Entry], expected: set[Entry]) -> list[Entry]:
@@ -179,7 +179,7 @@ class DiskReads:
         for entry in self._ahead:
             while entry.io & Part.WEIGHTS:
                 if time.monotonic() > deadline:
-                    self._give_up()
+                    self._abort()
                     raise EngineError("an expert that was read ahead has not arrived")
                 time.sleep(2e-5)
             if not entry.valid & Part.WEIGHTS and entry.disk_slot is not None:
@@ -191,11 +191,11 @@ class DiskReads:
                 self._slots.end_reads([entry])
 
     def _failed(self, entry: Entry, reason: OSError) -> DiskError:
-        self._give_up()
+        self._abort()
         name = f"expert {entry.id.layer}.{entry.id.index}"
         return DiskError(f"{name} could not be read from disk: {reason}")
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._slots.end_reads(self._missing, succeeded=False)
         self._missing = []
         self.release()

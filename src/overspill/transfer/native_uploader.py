@@ -160,7 +160,7 @@ class NativeUploader(Uploader):
         slot.entry, slot.version, slot.used = entry, entry.version, False
 
     def _address(self, entry: Entry) -> int:
-        place = ~entry.number if entry.host_slot is None else entry.host_slot  # of a guest
+        place = ~entry.number if entry.host_slot is None else entry.host_slot  # of a remote expert
         known = self._addresses.get(place)
         if known is None:
             known = self._store.host(entry, Part.WEIGHTS).data_ptr()
@@ -174,7 +174,7 @@ class NativeUploader(Uploader):
                     if not self.idle():
                         self._request()
                         self._store.wake_main()
-                    self._store.wait_uploader(self._awaits_guest(self._wanted))
+                    self._store.wait_uploader(self._awaits_remote(self._wanted))
         except BaseException as error:  # the main thread waits for uploads
             self._store.fail(error)
 

@@ -140,7 +140,7 @@ class ThreadUploader(Uploader):
         if target is None:
             self._store.wake_main()  # it may wait for the uploader to be idle
         while target is None and not self._closed:
-            self._store.wait_uploader(self._awaits_guest(self._wanted))
+            self._store.wait_uploader(self._awaits_remote(self._wanted))
             target = self._next()
         return None if self._closed else target
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from overspill.core.sizes import round_up
 from overspill.tiers.entry import Entry
-from overspill.tiers.guests import Guest
 from overspill.tiers.layout import ALIGN
+from overspill.tiers.remote_experts import RemoteExpert
 from overspill.transfer.streams import COMPLETED, StreamEvent
 
 
@@ -117,10 +117,10 @@ class Uploader(abc.ABC):
         """Without overlap one copy is in flight at a time."""
         self._overlap = overlap
 
-    def _awaits_guest(self, targets: Sequence[Target]) -> bool:
+    def _awaits_remote(self, targets: Sequence[Target]) -> bool:
         """Whether another rank is updating an expert that is wanted: it cannot wake a thread of
         this process. (lock)"""
-        return any(isinstance(t.entry, Guest) and not t.entry.readable for t in targets)
+        return any(isinstance(t.entry, RemoteExpert) and not t.entry.readable for t in targets)
 
     def in_flight_limit(self, certain: bool) -> int:
         """Bytes that may be in flight when another piece is issued."""

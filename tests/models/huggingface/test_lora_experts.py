@@ -14,7 +14,7 @@ from bench.loopback import LoopbackExchange, loop_back
 from overspill.core.errors import ConfigError
 from overspill.models.huggingface.expert_adapters import stand_ins
 from overspill.moe.state_dict import placeholders
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
@@ -114,8 +114,8 @@ def test_exchanged_places_and_cpu_experts_change_nothing(tmp_path: Path) -> None
     )  # fmt: skip
     with contextlib.closing(twin.overspill):
         theirs, mine = adapt(plain), adapt(twin)
-        for exchanges in ([], [Exchange(0, 0, 3), Exchange(1, 0, 2)]):
-            twin.overspill.exchange_homes(exchanges)
+        for swaps in ([], [Swap(0, 0, 3), Swap(1, 0, 2)]):
+            twin.overspill.swap_experts(swaps)
             for model in (theirs, mine):
                 model.zero_grad()
                 model(**batch).loss.backward()

@@ -201,19 +201,19 @@ def test_a_pass_may_be_split_although_none_was_expected(tmp_path: Path) -> None:
         assert len(cpu_jobs(engine)) == 2 * task.n_layers
 
 
-@pytest.mark.parametrize("at_home", [1, N_EXPERTS])
+@pytest.mark.parametrize("resident", [1, N_EXPERTS])
 def test_experts_of_the_cpu_may_move_to_the_device_between_forward_and_backward(
-    at_home: int, tmp_path: Path
+    resident: int, tmp_path: Path
 ) -> None:
     task = SmallTask()
     with traced(task, HOST[1], tmp_path, cpu_settings(fixed_policy(0, 2))) as (model, engine):
-        model.register_forward_hook(lambda *_: engine.set_homes([at_home] * task.n_layers))
+        model.register_forward_hook(lambda *_: engine.set_residents([resident] * task.n_layers))
         for _ in range(2):
-            engine.set_homes([0] * task.n_layers)
+            engine.set_residents([0] * task.n_layers)
             compute(model, task.tokens).assert_close(plain(task))
         jobs = cpu_jobs(engine)
     on_cpu = {job.split(": ")[1] for job in jobs if job.startswith("backward")}
-    assert on_cpu == ({"2"} if at_home == 1 else set())
+    assert on_cpu == ({"2"} if resident == 1 else set())
 
 
 # -- failures ---------------------------------------------------------------------------------

@@ -73,11 +73,11 @@ def test_a_prediction_is_left_out_where_history_is_closer_and_tried_again() -> N
     assert counts.expected(0, F)[1] is CountSource.PREDICTION
 
 
-def test_a_prediction_follows_experts_that_exchange_places() -> None:
+def test_a_prediction_follows_experts_that_are_swapped() -> None:
     counts = ExpectedCounts(1)
     for predicted in ([1, 2, 3], [3, 2, 1]):
         counts.predict(0, predicted)
         counts.observe(0, [3, 2, 1])
     counts.predict(0, [3, 2, 1])
-    counts.exchange(0, 0, 1)
+    counts.swap(0, 0, 1)
     assert counts.expected(0, F) == ((2, 3, 1), CountSource.PREDICTION)

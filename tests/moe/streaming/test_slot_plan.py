@@ -21,8 +21,8 @@ def test_no_two_experts_share_a_slot_and_neighbours_are_adjacent(
     n_experts: int, slots: int, data: st.DataObject
 ) -> None:
     layers = 3
-    homes = data.draw(st.lists(st.integers(0, n_experts), min_size=layers, max_size=layers))
-    plan = SlotPlan(n_experts, homes, slots)
+    residents = data.draw(st.lists(st.integers(0, n_experts), min_size=layers, max_size=layers))
+    plan = SlotPlan(n_experts, residents, slots)
     for _ in range(4):
         needed = data.draw(st.lists(st.sampled_from(chunks(plan, layers)), min_size=1, max_size=12))
         planned = plan.follow(iter(needed), every)
@@ -37,7 +37,7 @@ def test_no_two_experts_share_a_slot_and_neighbours_are_adjacent(
         for chunk in planned:
             of_layer = plan.slots(chunk.layer)
             assert [of_layer[position] for position in chunk.positions] == chunk.slots
-            assert all(position >= homes[chunk.layer] for position in of_layer)
+            assert all(position >= residents[chunk.layer] for position in of_layer)
             offsets = {s - p for p, s in zip(chunk.positions, chunk.slots, strict=True)}
             assert len(offsets) == 1, "neighbours are adjacent"
         plan.check_conserved()
@@ -51,7 +51,7 @@ def test_parts_cover_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("homes", "slots"),
+    ("residents", "slots"),
     [
         ([5, 5, 4, 5, 4, 4], 3),  # three layers stream nothing, the others one expert
         ([1, 1, 1, 0, 0, 0], 6),  # one part more in half of the layers
@@ -59,19 +59,19 @@ def test_parts_cover_a_layer() -> None:
     ],
 )
 def test_slots_are_filled_also_if_some_layers_stream_fewer_experts(
-    homes: list[int], slots: int
+    residents: list[int], slots: int
 ) -> None:
-    plan = SlotPlan(5, homes, slots)
-    planned = plan.follow(chunks(plan, len(homes)), every)
+    plan = SlotPlan(5, residents, slots)
+    planned = plan.follow(chunks(plan, len(residents)), every)
     assert sum(len(chunk.slots) for chunk in planned) == slots
 
 
-def test_after_homes_have_changed_the_slots_are_divided_anew() -> None:
-    homes = [0, 0, 0, 0]
-    plan = SlotPlan(6, homes, 12)
+def test_after_residents_have_changed_the_slots_are_divided_anew() -> None:
+    residents = [0, 0, 0, 0]
+    plan = SlotPlan(6, residents, 12)
     plan.follow(chunks(plan, 4), every)
     assert [len(plan.slots(layer)) for layer in range(4)] == [6, 6, 0, 0]
-    homes[:] = [3, 3, 3, 3]
+    residents[:] = [3, 3, 3, 3]
     plan.refresh()
     plan.follow(chunks(plan, 4), every)
     assert [len(plan.slots(layer)) for layer in range(4)] == [3, 3, 3, 3]

@@ -100,14 +100,14 @@ def decoding(
     plain: Any,
     folder: Path,
     mode: str = "gpu",
-    homes: Sequence[int] | None = None,
+    residents: Sequence[int] | None = None,
     prompts: Sequence[list[int]] = PROMPTS[:3],
     settings: Settings | None = None,
     slots: int = 0,
 ) -> Iterator[Decoding]:
     with offloaded(plain, mode, folder, settings) as model:
-        if homes is not None:
-            model.overspill.set_homes(homes)
+        if residents is not None:
+            model.overspill.set_residents(residents)
         made = Decoding(plain, model, prompts, slots)
         try:
             yield made

@@ -46,11 +46,11 @@ def beside(made: Adapted, folder: Path, mode: str = "host", **given: Any) -> Ite
 
 
 def decode(
-    plain: Any, model: Any, homes: Sequence[int], n_prompts: int = 1, steps: int = 2, **how: Any
+    plain: Any, model: Any, residents: Sequence[int], n_prompts: int = 1, steps: int = 2, **how: Any
 ) -> dict[str, Any]:
     """Decodes some steps, whose logits are those of `plain`."""
-    if homes:
-        model.overspill.set_homes(homes)
+    if residents:
+        model.overspill.set_residents(residents)
     made = Decoding(plain, model, PROMPTS[:n_prompts], **how)
     try:
         for _ in range(steps):
@@ -67,8 +67,8 @@ def test_the_logits_of_peft(
     """Some experts live on the GPU, some are copied there, and the CPU computes the others."""
     made = make(name, tmp_path)
     with beside(made, tmp_path) as model:
-        homes = [1] + [0] * (model.overspill.n_layers - 1)
-        decode(made.model, model, homes, slots=3)
+        residents = [1] + [0] * (model.overspill.n_layers - 1)
+        decode(made.model, model, residents, slots=3)
     assert steps + module_steps == [1, 1]
 
 
@@ -88,9 +88,9 @@ WAYS: dict[str, tuple[list[int], dict[str, Any]]] = {
 def test_adapters_are_where_experts_are(
     way: str, adapted: Adapted, tmp_path: Path, steps: list[int]
 ) -> None:
-    homes, how = WAYS[way]
+    residents, how = WAYS[way]
     with beside(adapted, tmp_path) as model:
-        stats = decode(adapted.model, model, homes, **how)
+        stats = decode(adapted.model, model, residents, **how)
     assert len(steps) == 2
     assert way != "none" or stats["experts_on_cpu"] > 0
 
@@ -121,9 +121,9 @@ PACKED: dict[str, tuple[list[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", slow_names(PACKED, "fp8-block", "awq", "nvfp4"))
 def test_packed_experts(name: str, tmp_path: Path, steps: list[int]) -> None:
-    pair, (homes, how) = Pairs(tmp_path)[name], PACKED[name]
+    pair, (residents, how) = Pairs(tmp_path)[name], PACKED[name]
     plain = again(pair.family, pair.plain).eval()
     made = save_adapter(plain, tmp_path, pair.packed, **BOTH)
     with beside(made, tmp_path, packed=True) as model:
-        decode(made.model, model, homes, **how)
+        decode(made.model, model, residents, **how)
     assert len(steps) == 2

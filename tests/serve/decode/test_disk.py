@@ -157,15 +157,15 @@ def test_modules_compute_when_experts_that_left_the_device_have_taken_host_slots
     """A step of four requests may need eight experts, besides two host slots for others."""
     with on_disk(tmp_path, host_slots=14, slots=6, trained=True) as made:
         engine = made.model.overspill
-        engine.set_homes([11] * 3)
+        engine.set_residents([11] * 3)
         assert engine.memory.cache_slots >= 10
         step(made)
         assert steps == [1]
-        engine.set_homes([0] * 3)
+        engine.set_residents([0] * 3)
         assert engine.memory.cache_slots < 10
         step(made)
         assert steps == [1]
-        engine.set_homes([11] * 3)
+        engine.set_residents([11] * 3)
         step(made)
         assert steps == [1, 1]
 

@@ -23,18 +23,18 @@ pytestmark = INTERPRETED
 
 
 @pytest.mark.parametrize(
-    "homes",
+    "residents",
     [
         pytest.param([4, 4], id="on the device", marks=pytest.mark.slow),
         pytest.param([1, 2], id="some in host memory"),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
-    homes: list[int], tmp_path: Path, steps: list[int]
+    residents: list[int], tmp_path: Path, steps: list[int]
 ) -> None:
     plain, expected = plain_model("mixtral")
     with offloaded(plain, "host", tmp_path) as model:
-        model.overspill.set_homes(homes)
+        model.overspill.set_residents(residents)
         runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
         requests = [make_request(PROMPTS[0], 4), make_request(PROMPTS[1], 2)]
         serve(runner, requests).close()

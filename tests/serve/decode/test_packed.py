@@ -24,13 +24,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 def decode(
-    pairs: Pairs, name: str, homes: Sequence[int], slots: int, prompts: Sequence[list[int]],
+    pairs: Pairs, name: str, residents: Sequence[int], slots: int, prompts: Sequence[list[int]],
     mode: str = "auto", migrate: str = "auto",
 ) -> Decoding:  # fmt: skip
     pair = pairs[name]
     plain = again(pair.family, pair.plain).eval()
     model = load(pair.packed, mode="host", train=False, packed=True)
-    model.overspill.set_homes(homes)
+    model.overspill.set_residents(residents)
     made = Decoding(plain, model, prompts, slots, mode, migrate=migrate)
     try:
         for _ in range(2):
@@ -45,7 +45,7 @@ def decode(
 
 
 @pytest.mark.parametrize(
-    ("name", "homes", "slots"),
+    ("name", "residents", "slots"),
     [
         ("mxfp4", [1, 0], 3),
         ("fp8-block", [0, 0], 0),
@@ -56,9 +56,9 @@ def decode(
     ],
 )
 def test_packed_experts_are_decoded(
-    name: str, homes: list[int], slots: int, pairs: Pairs, steps: list[int]
+    name: str, residents: list[int], slots: int, pairs: Pairs, steps: list[int]
 ) -> None:
-    decode(pairs, name, homes, slots, PROMPTS[:1])
+    decode(pairs, name, residents, slots, PROMPTS[:1])
     assert steps == [1, 1]
 
 
@@ -110,7 +110,7 @@ def test_types_of_gguf_may_differ_by_layer(
     case = dataclasses.replace(case, config=case.config | {"num_hidden_layers": 2})
     _, eager = gguf.make_case(case, tmp_path / "model.gguf", choose)
     model = gguf.load(tmp_path / "model.gguf", packed=True)
-    model.overspill.set_homes([1, 0])
+    model.overspill.set_residents([1, 0])
     made = Decoding(eager, model, PROMPTS[:1], 1)
     made.step()
     made.runner.close()

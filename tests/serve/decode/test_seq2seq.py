@@ -80,12 +80,12 @@ class Decoding:
 
 @contextmanager
 def decoding(
-    plain: Any, folder: Path, place: str, homes: Sequence[int] | None = None,
+    plain: Any, folder: Path, place: str, residents: Sequence[int] | None = None,
     settings: Settings | None = None, **options: Any,
 ) -> Iterator[Decoding]:  # fmt: skip
     with offloaded(plain, place, folder, settings) as model:
-        if homes is not None:
-            model.overspill.set_homes(homes)
+        if residents is not None:
+            model.overspill.set_residents(residents)
         made = Decoding(plain, model, **options)
         try:
             yield made

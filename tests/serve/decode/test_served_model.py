@@ -59,7 +59,7 @@ def test_two_runners_may_serve_one_gpt_moe(tmp_path: Path, steps: list[int]) -> 
     with decoding(plain_gpt(), tmp_path, "host", [2, 2, 2], small(PROMPTS[:1])) as made:
         other = Decoding(plain_gpt(), made.model, small(PROMPTS[1:2]))
         made.step()
-        made.model.overspill.set_homes([1, 5, 0])
+        made.model.overspill.set_residents([1, 5, 0])
         made.step()
         other.step()
         made.model(torch.tensor([[1, 2, 3]]))  # and it may be used beside them
@@ -69,8 +69,8 @@ def test_two_runners_may_serve_one_gpt_moe(tmp_path: Path, steps: list[int]) -> 
 
 
 def test_a_step_after_the_engine_was_closed_is_refused(tmp_path: Path) -> None:
-    for mode, homes in (("gpu", None), ("host", [1, 1])):
-        with decoding(plain_model("mixtral")[0], tmp_path, mode, homes, PROMPTS[:1]) as made:
+    for mode, residents in (("gpu", None), ("host", [1, 1])):
+        with decoding(plain_model("mixtral")[0], tmp_path, mode, residents, PROMPTS[:1]) as made:
             made.step()
             made.model.overspill.close()
             with pytest.raises(OverspillError, match="closed"):

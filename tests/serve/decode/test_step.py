@@ -8,7 +8,7 @@ import pytest
 from overspill import Settings
 from overspill.compute.decode import constants
 from overspill.models.config import GPTConfig
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from overspill.serve.decode import decode
 from overspill.serve.decode.rates import ReadRates
 from tests.moe.oracle import delays
@@ -64,7 +64,7 @@ def test_logits_are_those_of_gpt_moe(
 
 
 @pytest.mark.parametrize(
-    ("name", "homes"),
+    ("name", "residents"),
     [
         pytest.param("mixtral", 0, marks=pytest.mark.slow),
         ("qwen2_moe", 1),
@@ -73,11 +73,11 @@ def test_logits_are_those_of_gpt_moe(
     ],
 )
 def test_experts_may_be_in_host_memory(
-    name: str, homes: int, tmp_path: Path, steps: list[int]
+    name: str, residents: int, tmp_path: Path, steps: list[int]
 ) -> None:
     plain, _ = plain_model(name)
     late = Settings(inject=delays(seed=3, longest=5e-4, only="cpu"))
-    with decoding(plain, tmp_path, "host", [homes] * 2, PROMPTS[:1], late) as made:
+    with decoding(plain, tmp_path, "host", [residents] * 2, PROMPTS[:1], late) as made:
         made.two_steps()
     assert steps == [1, 1]
 
@@ -109,7 +109,7 @@ def test_several_requests_may_read_experts_over_the_link(
         monkeypatch.setattr(decode, "read_rates", lambda _, rates=rates: rates)
         with decoding(plain, tmp_path, "host", [1, 0]) as made:
             made.step()
-            made.model.overspill.exchange_homes([Exchange(0, 0, 3)])
+            made.model.overspill.swap_experts([Swap(0, 0, 3)])
             made.step()
             found.append(made.runner.stats()["experts_on_cpu"])
     assert all(before > after for before, after in pairwise(found))
@@ -136,12 +136,12 @@ def test_experts_may_move_between_steps(tmp_path: Path, steps: list[int]) -> Non
     plain, _ = plain_model("mixtral")
     with decoding(plain, tmp_path, "host", [2, 2], PROMPTS[:1]) as made:
         engine = made.model.overspill
-        for homes in ([4, 4], [0, 3], [4, 4]):
+        for residents in ([4, 4], [0, 3], [4, 4]):
             made.step()
-            engine.set_homes(homes)
+            engine.set_residents(residents)
         made.step()
-        engine.set_homes([2, 2])
-        engine.exchange_homes([Exchange(0, 0, 3), Exchange(1, 1, 2)])
+        engine.set_residents([2, 2])
+        engine.swap_experts([Swap(0, 0, 3), Swap(1, 1, 2)])
         made.step()
     assert steps == [1] * 5
 
@@ -163,6 +163,6 @@ def test_modules_compute_if_the_device_cannot_access_pinned_memory(
     with decoding(plain_gpt(), tmp_path, "host", prompts=small(PROMPTS[:1])) as made:
         made.step()
         assert not steps
-        made.model.overspill.set_homes([5, 5, 5])
+        made.model.overspill.set_residents([5, 5, 5])
         made.step()
         assert steps == [1]

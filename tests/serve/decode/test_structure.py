@@ -106,7 +106,7 @@ class InTurn:
 def test_routing_that_is_replaced_is_followed(tmp_path: Path, steps: list[int]) -> None:
     prompts, found = small(PROMPTS[:2]), []
     with offloaded(plain_gpt(), "host", tmp_path) as model, routed_by(model, InTurn()):
-        model.overspill.set_homes([2, 0, 5])
+        model.overspill.set_residents([2, 0, 5])
         for fused in (True, False):
             runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused, DecodingOptions(slots=3))
             requests = [make_request(prompt, 3) for prompt in prompts]

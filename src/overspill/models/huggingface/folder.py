@@ -107,7 +107,7 @@ class CheckpointFolder:
         self.folder = folder
         self._readers: dict[str, StreamReader] = {}
         self.specs: dict[str, TensorSpec] = {}
-        self._home: dict[str, StreamReader] = {}
+        self._reader_of: dict[str, StreamReader] = {}
         self.packed: dict[str, PackedTensor] = {}
         self.gguf = find_gguf(folder)
         try:
@@ -129,7 +129,7 @@ class CheckpointFolder:
             reader = StreamReader(self.folder / file, advice=advice, direct=bounce)
             self._readers[file] = reader
             for name, spec in reader.specs.items():
-                self.specs[name], self._home[name] = spec, reader
+                self.specs[name], self._reader_of[name] = spec, reader
         for name in index or ():
             if name not in self.specs:
                 raise CheckpointError(
@@ -147,9 +147,9 @@ class CheckpointFolder:
                 if stored.file == file
             ]
             reader = self._readers[file.name] = GgufReader(file, tensors, bounce)
-            self._home |= dict.fromkeys(reader.specs, reader)
+            self._reader_of |= dict.fromkeys(reader.specs, reader)
         for name, _ in found.plain.values():
-            self.specs[name] = self._home[name].specs[name]
+            self.specs[name] = self._reader_of[name].specs[name]
         self.packed |= found.others
         self.specs |= {name: packed.spec for name, packed in self.packed.items()}
 
@@ -204,7 +204,7 @@ class CheckpointFolder:
     def file_of(self, name: str) -> Path:
         """The file of a tensor; of a packed one, that of its codes."""
         packed = self.packed.get(name)
-        return self._home[name if packed is None else packed.parts["codes"]].path
+        return self._reader_of[name if packed is None else packed.parts["codes"]].path
 
     def plain_file(self, file: Path) -> Path:
         """The name of the safetensors file for what one of the files holds."""
@@ -216,7 +216,7 @@ class CheckpointFolder:
 
     def stored_bytes(self, stored: Iterable[str]) -> int:
         """Size of stored tensors, by their names in the files."""
-        return sum(self._home[name].specs[name].nbytes for name in stored)
+        return sum(self._reader_of[name].specs[name].nbytes for name in stored)
 
     def plain_dtype(self, config: Any) -> torch.dtype:
         """The dtype of the weights before they were packed; `config` is that of the model."""
@@ -238,7 +238,7 @@ class CheckpointFolder:
                 self._unpack(self.packed[name], offset, plain)
                 out.copy_(plain)
             return
-        reader, dtype = self._home[name], self.specs[name].dtype
+        reader, dtype = self._reader_of[name], self.specs[name].dtype
         if out.dtype == dtype and out.is_contiguous() and not out.is_cuda:
             reader.read_piece(name, offset, out)
             return
@@ -261,7 +261,7 @@ class CheckpointFolder:
         packed = self.packed[name]
         if read:
             return packed.read_parts(partial(self._read_part, packed), number)
-        specs = {part: self._home[part].specs[part] for part in packed.parts.values()}
+        specs = {part: self._reader_of[part].specs[part] for part in packed.parts.values()}
         return packed.parts_of(
             lambda part: torch.empty(
                 packed.place(part, specs[part], 0)[1], dtype=specs[part].dtype, device="meta"
@@ -269,7 +269,7 @@ class CheckpointFolder:
         )
 
     def _read_part(self, packed: PackedTensor, name: str, number: int) -> Tensor:
-        reader = self._home[name]
+        reader = self._reader_of[name]
         spec = reader.specs[name]
         begin, shape = packed.place(name, spec, number)
         part = torch.empty(shape, dtype=spec.dtype)

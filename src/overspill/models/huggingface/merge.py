@@ -152,7 +152,7 @@ class _Weights:
         """Writes all files and then changes them. Returns samples of what has changed."""
         checkpoint, done = self._checkpoint, 0
         rewritten = bool(checkpoint.packed) or checkpoint.gguf is not None
-        homes: dict[str, str] = {}
+        residents: dict[str, str] = {}
         for file in checkpoint.files:
             name = checkpoint.plain_file(file)
             copy = out / name
@@ -160,14 +160,14 @@ class _Weights:
             if rewritten:
                 specs = plain_specs(checkpoint, file, self._dtype)
                 write_plain(checkpoint, specs, copy)
-                homes |= dict.fromkeys(specs, str(name))
+                residents |= dict.fromkeys(specs, str(name))
             else:
                 shutil.copyfile(file, copy)
             replace_tensors(copy, self._changed(file))
             done += copy.stat().st_size
             progress("merging", done, size)
         if rewritten:
-            write_plain_texts(out, homes, size)
+            write_plain_texts(out, residents, size)
         return self._samples
 
     def _changed(self, file: Path) -> Iterator[tuple[str, Tensor]]:

@@ -12,9 +12,9 @@ from overspill.hardware.profile import ExpertCosts
 from overspill.moe.compute import CpuWork, ExpertCompute
 from overspill.moe.compute_trace import ComputeTrace
 from overspill.moe.dispatch import LocalDispatcher
-from overspill.moe.homes.memory import DeviceHomes
-from overspill.moe.homes.waves import home_waves
 from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.residents.memory import Residents
+from overspill.moe.residents.waves import resident_waves
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.cpu_buffers import max_cpu_rows
 from overspill.moe.streaming.cpu_experts import CpuExperts
@@ -33,13 +33,13 @@ _log = logging.getLogger("overspill")
 
 
 class StreamingCompute(ExpertCompute):
-    """Experts at home on the device compute first. The others are uploaded ahead of compute along
+    """Resident experts compute first. The others are uploaded ahead of compute along
     the known order of the step. With `costs` the CPU may compute experts beside the device."""
 
     def __init__(
         self,
         store: ExpertStore,
-        homes: DeviceHomes,
+        residents: Residents,
         slab: Tensor,
         device: torch.device,
         placement: Placement,
@@ -57,9 +57,9 @@ class StreamingCompute(ExpertCompute):
         self._settings = settings
         self._recorder = recorder
         self._threads = threads
-        self._homes = homes
-        self.cursor = StepCursor(maps[0].n_local, store.homes)
-        self.plan = SlotPlan(maps[0].n_local, store.homes, placement.slots)
+        self._residents = residents
+        self.cursor = StepCursor(maps[0].n_local, store.residents)
+        self.plan = SlotPlan(maps[0].n_local, store.residents, placement.slots)
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
@@ -121,7 +121,7 @@ class StreamingCompute(ExpertCompute):
     def _on_device(self, layer: int) -> OnDevice:
         """Experts of a layer that are on the device or on their way."""
         passes = self.cursor.stage_passes(layer, self.plan.fits)
-        found = OnDevice(set(range(self._store.homes[layer])), set(), passes)
+        found = OnDevice(set(range(self._store.residents[layer])), set(), passes)
         for position, slot in self.plan.slots(layer).items():
             if self.uploader.is_issued(self._store.at(layer, position), slot):
                 used = self.uploader.was_used(slot)
@@ -175,8 +175,8 @@ class StreamingCompute(ExpertCompute):
 
     def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
         self._store.lifetime.check()
-        self.follow_exchanges(layer_pass)
-        self.dispatcher.count(layer_pass.rows)  # all experts may have been at home in forward
+        self.follow_swaps(layer_pass)
+        self.dispatcher.count(layer_pass.rows)  # all experts may have been resident in forward
         self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
         self._enter(layer_pass, Phase.BACKWARD, need_dw)
         self.trace.enter_experts()
@@ -226,7 +226,7 @@ class StreamingCompute(ExpertCompute):
         settings = self._settings
         self._waves.follow_stream()
         args = layer_pass, self.max_rows, settings.waves, positions
-        for wave in home_waves(self._homes, *args):
+        for wave in resident_waves(self._residents, *args):
             name = f"{phase.value} {layer_pass.layer}.{wave.first}-{wave.stop - 1}"
             self.trace.begin_wave(name)
             try:

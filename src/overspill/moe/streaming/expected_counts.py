@@ -61,12 +61,12 @@ class ExpectedCounts:
         self._announced = [None] * len(self._announced)
         self._predicted = [None] * len(self._predicted)
 
-    def exchange(self, layer: int, first: int, second: int) -> None:
-        """The experts at two positions have exchanged places."""
-        self._routed[layer] = _exchanged(self._routed[layer], first, second)
-        self._history[layer] = _exchanged(self._history[layer], first, second)
-        self._announced[layer] = _exchanged(self._announced[layer], first, second)
-        self._predicted[layer] = _exchanged(self._predicted[layer], first, second)
+    def swap(self, layer: int, first: int, second: int) -> None:
+        """The experts at two positions were swapped."""
+        self._routed[layer] = _swapped(self._routed[layer], first, second)
+        self._history[layer] = _swapped(self._history[layer], first, second)
+        self._announced[layer] = _swapped(self._announced[layer], first, second)
+        self._predicted[layer] = _swapped(self._predicted[layer], first, second)
 
     def expected(
         self, layer: int, phase: Phase
@@ -81,9 +81,7 @@ class ExpectedCounts:
         return self._history[layer], CountSource.HISTORY
 
 
-def _exchanged(
-    counts: tuple[float, ...] | None, first: int, second: int
-) -> tuple[float, ...] | None:
+def _swapped(counts: tuple[float, ...] | None, first: int, second: int) -> tuple[float, ...] | None:
     if counts is None:
         return None
     changed = list(counts)

@@ -11,8 +11,8 @@ from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
-from overspill.moe.homes.host_gradients import HostGradients
 from overspill.moe.layer_pass import Wave
+from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.cpu_split import RowLimits
 from overspill.moe.streaming.device_gradients import DeviceGradients
@@ -67,7 +67,7 @@ class StreamingGradients:
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         limit = on_device * store.layout.weight_bytes
         self._copies = GradientCopies(store, stream, limit, threads, progress)
-        self.of_homes = HostGradients(
+        self.of_residents = HostGradients(
             store.layout,
             device,
             lambda: store.unused_memory(Part.GRADS),
@@ -267,7 +267,7 @@ class StreamingGradients:
             # In step(), not in backward: a forward without gradients may still be running.
             self.wait_readers()
         self._leave_device({entry.number for entry in self._store.layer_entries(layer)})
-        for position, entry in enumerate(self._store.streamed(layer), self._store.homes[layer]):
+        for position, entry in enumerate(self._store.streamed(layer), self._store.residents[layer]):
             if hyper is None:
                 self._store.begin_update(entry)
             elif entry.number not in self._shared.updated and (
@@ -367,7 +367,7 @@ class StreamingGradients:
         self._formed.discard(numbers)
         self.on_device.discard(numbers)
         self._shared.forget()  # all have arrived
-        self.of_homes.discard(numbers)  # also if a new optimizer keeps none there
+        self.of_residents.discard(numbers)  # also if a new optimizer keeps none there
         if not self._kept:
             self._forget_added()
         if layer is None:
@@ -400,7 +400,7 @@ class StreamingGradients:
 
     def close(self) -> None:
         self.on_device.close()
-        self.of_homes.close()
+        self.of_residents.close()
         self._shared.stop()
         self._copies.close()
         self._shared.close()

@@ -1,4 +1,4 @@
-"""Streaming that starts when an expert is not at home on the compute device."""
+"""Streaming that starts when an expert is not resident."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from overspill.moe.streaming.streaming import Streaming
 
 
 class LazyStreaming:
-    """Holds the `Streaming` of an engine, which has slots and threads. If all experts have been at
-    home on the device from the beginning, there is none, and its methods are no-ops."""
+    """Holds the `Streaming` of an engine, which has slots and threads. If all experts have been
+    resident from the beginning, there is none, and its methods are no-ops."""
 
     def __init__(self, new: Callable[[Settings], Streaming], settings: Settings) -> None:
         self._new = new

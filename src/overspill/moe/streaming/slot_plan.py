@@ -17,35 +17,37 @@ class PlannedChunk(NamedTuple):
 class SlotPlan:
     """The planned content of the GPU slots. Used under the store's lock."""
 
-    def __init__(self, n_local: int, homes: Sequence[int], n_slots: int) -> None:
-        """`homes` are the experts of each layer at home on the device, which need no slots."""
+    def __init__(self, n_local: int, residents: Sequence[int], n_slots: int) -> None:
+        """`residents` are the experts of each layer resident, which need no slots."""
         self.n_local = n_local
-        self._homes = homes
+        self._residents = residents
         self._n_slots = n_slots
         self._reset()
 
     def refresh(self) -> None:
-        """Before a pass: plans anew if the homes have changed."""
-        if list(self._homes) != self._planned_for:
+        """Before a pass: plans anew if the residents have changed."""
+        if list(self._residents) != self._planned_for:
             self._reset()
 
     def _reset(self) -> None:
         self._planned_for: list[int] = []  # until the plan is complete
-        streamed = max(1, self.n_local - min(self._homes))
+        streamed = max(1, self.n_local - min(self._residents))
         self.bank_size = bank_size(self._n_slots, streamed)
         self.n_parts = -(-streamed // self.bank_size)
         self._banks: list[Chunk | None] = [None] * (self._n_slots // self.bank_size)
         self._slots: dict[int, dict[int, int]] = {}  # by layer; cleared when an expert moves
-        self._planned_for = list(self._homes)
+        self._planned_for = list(self._residents)
 
     def fits(self, layers: range) -> bool:
         """Whether the slots hold the streamed experts of these layers at once."""
-        parts = sum(-(-(self.n_local - self._homes[layer]) // self.bank_size) for layer in layers)
+        parts = sum(
+            -(-(self.n_local - self._residents[layer]) // self.bank_size) for layer in layers
+        )
         return parts <= len(self._banks)
 
     def positions(self, layer: int, part: int) -> range:
         """The experts in a part of a layer."""
-        first = self._homes[layer] + part * self.bank_size
+        first = self._residents[layer] + part * self.bank_size
         return range(first, min(first + self.bank_size, self.n_local))
 
     def slots(self, layer: int) -> dict[int, int]:
@@ -69,7 +71,7 @@ class SlotPlan:
     ) -> list[PlannedChunk]:
         """Assigns the banks to the chunks that are needed next, and returns them in the order of
         need. `uploads(layer, positions)` says which experts are uploaded, and in which order."""
-        # a layer with more experts at home has fewer parts: an empty one needs no bank
+        # a layer with more resident experts has fewer parts: an empty one needs no bank
         streamed = (chunk for chunk in needed if self.positions(*chunk))
         banks, order = assign_banks(self._banks, streamed)
         if banks != self._banks:

@@ -12,12 +12,12 @@ class StepCursor:
     """Follows the passes through the layers. Used under the store's lock; experts are named by
     their local positions."""
 
-    def __init__(self, n_local: int, homes: Sequence[int]) -> None:
-        """`homes` are the experts of each layer at home on the device, the first ones: they are not
+    def __init__(self, n_local: int, residents: Sequence[int]) -> None:
+        """`residents` are the experts of each layer resident, the first ones: they are not
         streamed."""
-        self.n_layers = n_layers = len(homes)
+        self.n_layers = n_layers = len(residents)
         self.n_local = n_local
-        self._homes = homes
+        self._residents = residents
         self.here = Position(0, Phase.FORWARD)
         self._visit: StageVisit | None = None  # if micro-batches pass the model in stages
         self.passes = 0  # passes through layers so far
@@ -64,9 +64,9 @@ class StepCursor:
         """Nothing is known of a forward that has not begun."""
         self._counts_ahead.forget_announced()
 
-    def exchange(self, layer: int, first: int, second: int) -> None:
-        """The experts at two positions have exchanged places."""
-        self._counts_ahead.exchange(layer, first, second)
+    def swap(self, layer: int, first: int, second: int) -> None:
+        """The experts at two positions were swapped."""
+        self._counts_ahead.swap(layer, first, second)
 
     def finish(self, positions: Sequence[int]) -> None:
         """The current pass is done with these experts."""
@@ -98,7 +98,7 @@ class StepCursor:
         """The streamed experts of a layer that are expected to have tokens; all, if nothing is
         known."""
         counts, _ = self.expected(layer)
-        streamed = range(self._homes[layer], self.n_local)
+        streamed = range(self._residents[layer], self.n_local)
         if counts is None:
             return list(streamed)
         return [position for position in streamed if counts[position] >= least]
@@ -122,7 +122,7 @@ class StepCursor:
             busy = self.busy(position.layer, 0.5 if likely else 1.0)
             # experts that only decay come last: the pass does not wait for them, and with few host
             # slots they would displace the ones it waits for
-            streamed = range(self._homes[position.layer], self.n_local)
+            streamed = range(self._residents[position.layer], self.n_local)
             idle = sorted(set(streamed) - set(busy)) if states else []
             for expert in busy + idle:
                 if not is_current or expert not in self._finished:

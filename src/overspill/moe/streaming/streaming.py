@@ -11,7 +11,7 @@ from overspill.core.experts import Phase
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
-from overspill.moe.homes.memory import DeviceHomes
+from overspill.moe.residents.memory import Residents
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.compute import StreamingCompute
 from overspill.moe.streaming.cpu_split import RowLimits
@@ -37,7 +37,7 @@ class Streaming:
     def __init__(
         self,
         store: ExpertStore,
-        homes: DeviceHomes,
+        residents: Residents,
         placement: Placement,
         settings: Settings,
         recorder: Recorder,
@@ -47,7 +47,7 @@ class Streaming:
         shared: SharedExperts | None = None,
     ) -> None:
         """`updates_at_once` says whether a backward that runs now would update experts."""
-        device, layout = homes.device, store.layout
+        device, layout = residents.device, store.layout
         self._store = store
         self._updates_at_once = updates_at_once
         self._interrupted = False
@@ -56,7 +56,7 @@ class Streaming:
             slab = device_slab(placement.slots, layout.weight_bytes, device)
             threads = cpu_threads(settings.threads)
             self.compute = StreamingCompute(
-                store, homes, slab, device, placement, settings, recorder, threads, costs, self
+                store, residents, slab, device, placement, settings, recorder, threads, costs, self
             )
             undo.callback(self.compute.close)
             if placement.training:
@@ -125,10 +125,10 @@ class Streaming:
         with self._store.lock:
             self.compute.uploader.set_targets([])
 
-    def homes_changed(self) -> None:
+    def residents_changed(self) -> None:
         """Between steps: other experts are streamed now."""
         if self.gradients is not None:
-            self.gradients.of_homes.reset()
+            self.gradients.of_residents.reset()
         self.stop_uploads()
         self._store.request_transfers()
 
@@ -157,7 +157,7 @@ class Streaming:
         """Memory of the GPU slots and of gradients that are accumulated or read on the device."""
         size = self.compute.uploader.slab.nbytes
         if self.gradients is not None:
-            size += self.gradients.on_device.nbytes + self.gradients.of_homes.device_bytes
+            size += self.gradients.on_device.nbytes + self.gradients.of_residents.device_bytes
         return size
 
     @property

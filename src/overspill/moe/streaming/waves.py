@@ -69,7 +69,7 @@ class Waves:
         starts = [0, *itertools.accumulate(counts)]
         # experts on disk share few host slots: they cannot all be on their way at once
         small = self._split is not None and self._split.is_small(counts, phase)
-        patient = small and not self._store.disk_slots
+        wait_for_all = small and not self._store.disk_slots
         for part in range(self._plan.n_parts):
             pending = [
                 p
@@ -81,7 +81,7 @@ class Waves:
                 pending = [p for p in uploads if positions is None or p in positions]
             while pending:
                 run, slots, events = self._await_wave(
-                    layer, pending, counts, starts, limits, patient
+                    layer, pending, counts, starts, limits, wait_for_all
                 )
                 for event in events:
                     wait_event(self._device, event)  # the compute stream itself, not the host
@@ -139,10 +139,10 @@ class Waves:
         if self._split is not None:
             return self._split.uploads(layer, positions)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
-        guests = self._store.guests is not None
-        if not guests or self._cursor.expected(layer)[1] is CountSource.ROUTING:
+        remote_experts = self._store.remote_experts is not None
+        if not remote_experts or self._cursor.expected(layer)[1] is CountSource.ROUTING:
             return busy
-        # which rank computes a guest is not known, and its owner may be updating it
+        # which rank computes a remote expert is not known, and its owner may be updating it
         return [position for position in busy if position < self._store.experts.n_local]
 
     def _targets(self, chunk: PlannedChunk) -> Iterator[Target]:
@@ -162,23 +162,24 @@ class Waves:
         counts: Sequence[int],
         starts: Sequence[int],
         limits: WaveLimits,
-        patient: bool,
+        wait_for_all: bool,
     ) -> tuple[list[int], list[int], list[StreamEvent]]:
-        """Blocks until the upload of the first available expert of `pending` was issued (`patient`:
-        of all), then takes those that may compute with it: (positions, slots, upload ends)."""
+        """Blocks until the upload of the first available expert of `pending` was issued (with
+        `wait_for_all` of all), then takes those that may compute with it: (positions, slots, upload
+        ends)."""
         uploader = self._uploader
         with self._store.lock:
             self._store.request_transfers()  # host slots of passed experts are free now
             slot_of = self._plan.slots(layer)
         pairs = {p: (self._store.at(layer, p), slot_of[p]) for p in pending}
-        uploader.wait_issued(list(pairs.values()), every=patient)
+        uploader.wait_issued(list(pairs.values()), every=wait_for_all)
         with self._store.lock:
             issued = {p for p in pending if uploader.is_issued(*pairs[p])}
             order = sorted(pending)
             candidates = []
             for position in order:
                 is_issued = position in issued
-                arrived = is_issued and (patient or uploader.has_arrived(slot_of[position]))
+                arrived = is_issued and (wait_for_all or uploader.has_arrived(slot_of[position]))
                 rows = starts[position], counts[position]
                 candidates.append(Candidate(position, *rows, is_issued, arrived))
             lead = next(position for position in pending if position in issued)

@@ -151,7 +151,7 @@ class ExpertCache:
 
     def _wait(self) -> None:
         """Until every upload has ended."""
-        self._give_up(self._planned)
+        self._cancel(self._planned)
         self._planned = []
         if self._stream is not None:
             torch.cuda.synchronize(self._engine.device)
@@ -257,12 +257,12 @@ class ExpertCache:
             self._copy(planned, copies)
         except BaseException:
             copies.ended = True  # what has begun ends before the slots are used again
-            self._give_up(planned)
+            self._cancel(planned)
             raise
-        self._give_up([upload for upload in planned if upload not in copies.uploads])
+        self._cancel([upload for upload in planned if upload not in copies.uploads])
         self._uploading.append(copies)
 
-    def _give_up(self, uploads: list[_Upload]) -> None:
+    def _cancel(self, uploads: list[_Upload]) -> None:
         for key, slot in uploads:
             self._free.append(slot)
             self._moving.discard(key)

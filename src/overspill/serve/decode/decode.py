@@ -124,7 +124,7 @@ class Decode:
         self._held = not (self._refused or (self._on_cpu and reason is not None))
         self._held = self._held and not engine.can_train  # training needs the memory
         if self._held:  # copies use the memory better: any expert may have one
-            engine.memory.hold_homes(self)
+            engine.memory.hold_residents(self)
         self._n_moves = -1  # of experts, as the table has them
         self._n_changes = 0  # of weights, as copies have them
         self._missing: MissingExperts | None = None
@@ -141,7 +141,7 @@ class Decode:
         engine = self._engine
         # no thread moves experts before the step is on the stream; Ctrl-C would lose GPU slots
         with engine.exclusive(), DeferredInterrupt():
-            complete = all(count == engine.n_experts for count in engine.homes[self._first :])
+            complete = all(count == engine.n_experts for count in engine.residents[self._first :])
             if not self._can_step() or not (complete or self._has_missing()):
                 return None
             engine.recover()
@@ -173,7 +173,7 @@ class Decode:
             self._refused = True
             if self._experts is not None:
                 self._experts.close()
-            self._release_homes()
+            self._release_residents()
             _log.info("%s without a CUDA graph: %s", _MODULES, error)
             return None
         if missing is not None and self._experts is not None:
@@ -246,7 +246,7 @@ class Decode:
                 missing = self._new_missing(first, first.top_k, size)
         except ConfigError as error:
             self._cpu_refuses = True
-            self._release_homes()
+            self._release_residents()
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
@@ -273,8 +273,8 @@ class Decode:
         before) and `others` bytes. None by default if the model is trained too, whose activations
         need the memory."""
         engine = self._engine
-        homes = engine.homes[self._first :]
-        elsewhere = len(homes) * engine.n_experts - sum(homes)
+        residents = engine.residents[self._first :]
+        elsewhere = len(residents) * engine.n_experts - sum(residents)
         use = engine.gpu_use()
         if self._slots is not None or use is None or engine.can_train:
             return min(self._slots or 0, elsewhere)
@@ -294,12 +294,12 @@ class Decode:
         """Makes GPU memory free for a prompt; False if there is none to give."""
         if self._experts is not None and self._experts.shrink():
             return True
-        return self._release_homes()  # experts that live on the GPU may leave it
+        return self._release_residents()  # experts that live on the GPU may leave it
 
-    def _release_homes(self) -> bool:
+    def _release_residents(self) -> bool:
         held, self._held = self._held, False
         if held:
-            self._engine.memory.release_homes(self)
+            self._engine.memory.release_residents(self)
         return held
 
     def stats(self) -> dict[str, Any]:
@@ -352,7 +352,7 @@ class Decode:
                 save_predictor(self._model, self._observer.predictor)
         self._graphs.clear()
         self._memory = {}
-        self._release_homes()
+        self._release_residents()
         if self._experts is not None:
             self._experts.close()
         if self._missing is not None:
@@ -381,5 +381,5 @@ def _compute(
     except BaseException:
         if missing is not None:
             with suppress(RuntimeError):  # the first failure counts
-                missing.give_up()
+                missing.abort()
         raise

@@ -125,7 +125,7 @@ class HostExperts:
         """Nothing is copied to the device."""
         return None
 
-    def give_up(self) -> None: ...
+    def abort(self) -> None: ...
 
     def wait_released(self) -> None:
         """Until no step that has ended keeps host slots."""

@@ -56,9 +56,9 @@ class LinkedExperts:
         """Where those of this layer are."""
         return self._migration.end(layer)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """A step has failed."""
-        self._migration.give_up()
+        self._migration.abort()
 
     def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
         return None

@@ -67,7 +67,7 @@ class Migration:
             torch.cuda.current_stream(self._engine.device).wait_event(end)
         return table
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """A step has failed: its copies are not used. A graph that is captured cannot end before
         they are waited for."""
         for layer in list(self._begun):

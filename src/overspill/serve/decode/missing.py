@@ -47,7 +47,7 @@ class MissingExperts(Protocol):
     def staged(self, layer: int) -> Tensor | None:
         """Where those of a layer are on the device that were copied after `begin`."""
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """The step has failed before all of it was on the stream."""
 
     def request(self, layer: int, missed_B: Tensor | None) -> Request | None:

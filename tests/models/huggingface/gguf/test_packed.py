@@ -9,7 +9,7 @@ import overspill
 from overspill.compute.record_format import MixedFormat
 from overspill.core.errors import ConfigError
 from overspill.moe import unpacking
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.gguf.cases import CASES, load, make_case
 from tests.models.huggingface.oracle import MODES
@@ -72,10 +72,10 @@ def test_types_may_differ_by_layer(mode: str, tmp_path: Path) -> None:
     assert small < large == engine.layout.format.nbytes
     torch.testing.assert_close(outputs(model, batch), expected, rtol=1e-4, atol=1e-5)
     if mode == "host":
-        for homes in ([2, 1], [4, 4], [0, 3]):
-            engine.set_homes(homes)
+        for residents in ([2, 1], [4, 4], [0, 3]):
+            engine.set_residents(residents)
             torch.testing.assert_close(outputs(model, batch), expected, rtol=1e-4, atol=1e-5)
-        engine.exchange_homes([Exchange(1, 0, 3)])
+        engine.swap_experts([Swap(1, 0, 3)])
         torch.testing.assert_close(outputs(model, batch), expected, rtol=1e-4, atol=1e-5)
     state = model.state_dict()
     assert all(torch.equal(state[key] + 0, value) for key, value in eager.state_dict().items())

@@ -29,8 +29,8 @@ def test_prompts_are_computed_as_with_unpacked_experts(name: str, pairs: Pairs) 
         engine, batch = model.overspill, make_batch(pairs[name].family, model)
         batch = {key: value.to("cuda") for key, value in batch.items()}
         layers, experts = engine.n_layers, engine.n_experts
-        for homes in ([experts] * layers, [0] * layers, [1] * layers):
-            engine.set_homes(homes)
+        for residents in ([experts] * layers, [0] * layers, [1] * layers):
+            engine.set_residents(residents)
             made.append(outputs(model, batch).cpu())
         engine.check_conserved()
         engine.close()
@@ -39,7 +39,7 @@ def test_prompts_are_computed_as_with_unpacked_experts(name: str, pairs: Pairs) 
 
 
 @pytest.mark.parametrize(
-    ("name", "homes", "slots", "migrate"),
+    ("name", "residents", "slots", "migrate"),
     [
         *((name, "all", 0, "copy") for name in CASES),
         ("mxfp4", "some", 3, "copy"),
@@ -52,21 +52,21 @@ def test_prompts_are_computed_as_with_unpacked_experts(name: str, pairs: Pairs) 
     ],
 )
 def test_tokens_are_those_of_unpacked_experts(
-    name: str, homes: str, slots: int, migrate: str, pairs: Pairs, fused: list[int]
+    name: str, residents: str, slots: int, migrate: str, pairs: Pairs, fused: list[int]
 ) -> None:
     tokens = []
     for packed in (True, False):
         model = load(pairs[name], packed)
         engine = model.overspill
-        count = {"all": engine.n_experts, "some": 1, "none": 0}[homes]
-        engine.set_homes([count] * engine.n_layers)
+        count = {"all": engine.n_experts, "some": 1, "none": 0}[residents]
+        engine.set_residents([count] * engine.n_layers)
         given = {"context": 64, "max_batch": 16, "slots": slots, "migrate": migrate}
         with overspill.LLM(model, **given) as llm:
             alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
             together = [each.token_ids for each in llm.generate(PROMPTS, GREEDY)]
             many = [each.token_ids for each in llm.generate(PROMPTS * 4, GREEDY)]
             stats = llm.stats()
-        if homes != "all":
+        if residents != "all":
             assert stats["experts_missed"] > 0
             assert (stats["experts_on_cpu"] > 0) == (migrate == "cpu")
         assert alone == together

@@ -12,7 +12,7 @@ import overspill
 from overspill.compute.record_format import RecordFormat
 from overspill.core.errors import ConfigError
 from overspill.moe import unpacking
-from overspill.plan.usage import Exchange
+from overspill.plan.usage import Swap
 from tests.models.huggingface.families import make_batch
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.packed.cases import CASES, Pairs, load
@@ -169,11 +169,11 @@ def test_experts_move_between_host_and_device(pairs: Pairs) -> None:
     model = load(pairs["int4-asymmetric"].packed, mode="host", train=False, packed=True)
     engine, batch = model.overspill, make_batch(pairs["int4-asymmetric"].family, model)
     expected = outputs(model, batch)
-    for homes in ([2, 1], [4, 4], [0, 3]):
-        engine.set_homes(homes)
-        assert engine.homes == homes
+    for residents in ([2, 1], [4, 4], [0, 3]):
+        engine.set_residents(residents)
+        assert engine.residents == residents
         torch.testing.assert_close(outputs(model, batch), expected, rtol=1e-5, atol=1e-6)
-    engine.exchange_homes([Exchange(1, 0, 3)])
+    engine.swap_experts([Swap(1, 0, 3)])
     torch.testing.assert_close(outputs(model, batch), expected, rtol=1e-5, atol=1e-6)
     engine.check_conserved()
     engine.close()

@@ -78,11 +78,11 @@ class QuantizedFiles:
         self._format = quantized_format(recipes, name)
         self._kind = next(p.matrix.scheme.kind for p in self._format.pieces if p.matrix is not None)
         self._check_layout()
-        home = {key: file for file, keys in files.items() for key in keys}
+        file_of = {key: file for file, keys in files.items() for key in keys}
         self._matrices: dict[str, list[_Matrix]] = {file: [] for file in files}
         experts: set[str] = set()
         for matrix in self._find():
-            self._matrices[home[matrix.key]].append(matrix)
+            self._matrices[file_of[matrix.key]].append(matrix)
             experts.add(matrix.key)
         self._copied = {f: [k for k in keys if k not in experts] for f, keys in files.items()}
         self._ignored = self._dense_modules(experts)

@@ -1,4 +1,4 @@
-"""Kept gradients of experts at home on the compute device that wait in host memory."""
+"""Kept gradients of resident experts that wait in host memory."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -13,10 +13,10 @@ from overspill.transfer.streams import Inject, StreamEvent, wait_event
 
 
 class HostGradients:
-    """With clipping, gradients wait for the global norm. Those of experts at home can wait in the
+    """With clipping, gradients wait for the global norm. Those of resident experts can wait in the
     host slots that the experts have left: they are copied during backward, when the link and host
     memory have little else to do, and read for the update while the CPU updates others. The memory
-    on the device is worth more as the home of further experts."""
+    on the device is worth more for further residents."""
 
     def __init__(
         self,
@@ -33,7 +33,9 @@ class HostGradients:
         self._unused = unused
         self._downloads = downloads
         self._free: list[Tensor] | None = None
-        self._rows: dict[int, Tensor] = {}  # of each expert that had one since homes were changed
+        self._rows: dict[
+            int, Tensor
+        ] = {}  # of each expert that had one since residents were changed
         self._arrived: dict[int, StreamEvent] = {}  # of the gradients that are kept now
         self._buffer: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Gradients and updates of experts at home on the compute device: each tensor of a wave's gradient
+"""Gradients and updates of resident experts: each tensor of a wave's gradient
 is one launch, and backward never waits for the device."""
 
 import itertools
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
-from overspill.moe.homes.host_gradients import HostGradients
-from overspill.moe.homes.memory import DeviceHomes, LayerRecords
 from overspill.moe.layer_pass import Wave
+from overspill.moe.residents.host_gradients import HostGradients
+from overspill.moe.residents.memory import LayerRecords, Residents
 from overspill.optim.gradient_norm import expert_squares
 from overspill.optim.kernel import AdamHyper, adamw_
 from overspill.transfer.streams import record_event
 
 
-class HomeGradients:
+class ResidentGradients:
     """One of the two parts of `ExpertGradients`; its methods are explained there. Experts are known
     by their numbers, `layer * n_local + position`.
 
@@ -29,20 +29,20 @@ class HomeGradients:
 
     def __init__(
         self,
-        homes: DeviceHomes,
+        residents: Residents,
         n_local: int,
         threads: int,
         host: Callable[[], HostGradients | None],
     ) -> None:
         """`host` gives None while all kept gradients stay on the device."""
-        self._homes = homes
+        self._residents = residents
         self._n_local = n_local
         self._threads = threads
         self._host = host
-        self.on_device = [0] * len(homes)
+        self.on_device = [0] * len(residents)
         """Experts of each layer whose kept gradients stay on the device if `host` takes others."""
         self._host_squares: dict[int, Tensor] = {}  # of gradients in host memory, on the device
-        self._not_finite = torch.zeros((), dtype=torch.int32, device=homes.device)
+        self._not_finite = torch.zeros((), dtype=torch.int32, device=residents.device)
         self._kept: set[int] = set()  # experts that hold a kept gradient of this step
         self._squares: dict[int, float] | None = None  # of the kept gradients, once computed
         self._updated: set[int] = set()  # experts that were updated during this step's backward
@@ -51,43 +51,43 @@ class HomeGradients:
         return layer * self._n_local + position
 
     def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
-        self._homes.allocate_states(state_dtype)
+        self._residents.allocate_states(state_dtype)
         if keep:
-            for layer in range(len(self._homes)):
+            for layer in range(len(self._residents)):
                 self._grads(layer)
 
     def _on_device(self, layer: int) -> int:
         """How many experts of a layer keep their gradients on the device: the first ones."""
-        count = self._homes.counts[layer]
+        count = self._residents.counts[layer]
         return count if self._host() is None else min(count, self.on_device[layer])
 
     def _grads(self, layer: int) -> Tensor:
-        return self._homes.grads(layer, self._on_device(layer))
+        return self._residents.grads(layer, self._on_device(layer))
 
     def keep_on_device(self, counts: Sequence[int]) -> None:
         """Between steps: sets `on_device`."""
         if list(counts) != self.on_device:
-            self._homes.release_grads()
+            self._residents.release_grads()
             self.on_device = list(counts)
             for layer in range(len(counts)):
                 self._grads(layer)
         if (host := self._host()) is not None:
             host.allocate_buffer()
 
-    def homes_changed(self) -> None:
+    def residents_changed(self) -> None:
         """Which gradients stay on the device has to be decided anew; until then none do."""
         if any(self.on_device):
-            self._homes.release_grads()
-            self.on_device = [0] * len(self._homes)
+            self._residents.release_grads()
+            self.on_device = [0] * len(self._residents)
 
     def reset_states(self) -> None:
-        for layer in range(len(self._homes)):
-            for state in self._homes[layer].states.values():
+        for layer in range(len(self._residents)):
+            for state in self._residents[layer].states.values():
                 state.zero_()
 
     def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
         numbers = range(self._number(layer, wave.first), self._number(layer, wave.stop))
-        dw = [part.flatten(1).to(self._homes.layout.dtype) for part in dw]
+        dw = [part.flatten(1).to(self._residents.layout.dtype) for part in dw]
         if hyper is None or not self._kept.isdisjoint(numbers):
             self._keep(layer, wave.first, dw)
             self._kept.update(numbers)
@@ -95,10 +95,10 @@ class HomeGradients:
         if not self._updated:
             self._note(expert_squares(dw))
         self._updated.update(numbers)  # first: an interrupt may come during the update
-        if self._homes.device.type == "cpu":
+        if self._residents.device.type == "cpu":
             dw = [torch.cat(dw, dim=1)]  # whole records, for the bits of the update threads
-        records = self._homes[layer]
-        for start, part in zip(self._homes.layout.shape.starts, dw, strict=False):
+        records = self._residents[layer]
+        for start, part in zip(self._residents.layout.shape.starts, dw, strict=False):
             self._update(records, slice(wave.first, wave.stop), part, hyper, start)
 
     def _note(self, squares: Tensor) -> None:
@@ -112,7 +112,7 @@ class HomeGradients:
         positions = range(first, min(first + len(dw[0]), on_device))
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
             of_wave = slice(experts.start - first, experts.stop - first)
-            for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
+            for start, part in zip(self._residents.layout.shape.starts, dw, strict=True):
                 kept = grads[experts, start : start + part.shape[1]]
                 if has_kept:
                     kept += part[of_wave]
@@ -130,10 +130,10 @@ class HomeGradients:
         for offset, number in enumerate(numbers):
             if number in host:  # a layer that was used twice
                 kept = host.get(number)
-                for start, part in zip(self._homes.layout.shape.starts, dw, strict=True):
+                for start, part in zip(self._residents.layout.shape.starts, dw, strict=True):
                     part[offset] += kept[start : start + part.shape[1]]
         squares = expert_squares(dw)
-        made = record_event(self._homes.device)
+        made = record_event(self._residents.device)
         for offset, number in enumerate(numbers):
             host.keep(number, [part[offset] for part in dw], made)
             self._host_squares[number] = squares[offset]
@@ -151,8 +151,8 @@ class HomeGradients:
             return
         host = self._host()
         assert host is not None
-        layout = self._homes.layout
-        zeros = torch.zeros(layout.shape.numel, dtype=layout.dtype, device=self._homes.device)
+        layout = self._residents.layout
+        zeros = torch.zeros(layout.shape.numel, dtype=layout.dtype, device=self._residents.device)
         grad = host.get(number) if is_kept else zeros
         change(grad)
         host.discard((number,))
@@ -170,7 +170,7 @@ class HomeGradients:
         """Kept gradients, or decay, for every expert that was not updated during backward."""
         positions = [
             position
-            for position in range(self._homes.counts[layer])
+            for position in range(self._residents.counts[layer])
             if self._number(layer, position) not in self._updated
         ]
         self._updated.update(self._number(layer, position) for position in positions)
@@ -179,7 +179,7 @@ class HomeGradients:
         positions = [position for position in positions if position not in in_host]
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
             kept = self._grads(layer)[experts] if has_kept else None
-            self._update(self._homes[layer], experts, kept, hyper)
+            self._update(self._residents[layer], experts, kept, hyper)
         if host is None or not in_host:
             return
 
@@ -188,7 +188,7 @@ class HomeGradients:
 
         readers = [host.reader(self._number(layer, position)) for position in in_host]
         updates = [partial(update, *pair) for pair in zip(in_host, readers, strict=True)]
-        self._homes.update_beside(layer, updates, host.inject)
+        self._residents.update_beside(layer, updates, host.inject)
 
     def _update(
         self,
@@ -199,7 +199,7 @@ class HomeGradients:
         start: int = 0,
     ) -> None:
         """`grad` is that of the elements of each record from `start` on; None is zero for all."""
-        stop = self._homes.layout.shape.numel if grad is None else start + grad.shape[1]
+        stop = self._residents.layout.shape.numel if grad is None else start + grad.shape[1]
         record = records.record(experts, slice(start, stop))
         guard = self._not_finite
         adamw_(record, grad, hyper, self._threads, start=start, not_finite=guard)
@@ -219,9 +219,9 @@ class HomeGradients:
 
     def _kept_squares(self) -> Iterator[tuple[range, Tensor]]:
         """Numbers of experts and the sums of squares of their kept gradients, on the device."""
-        # tensor by tensor, as streamed gradients: the norm has the same bits for all homes
-        sizes = [math.prod(size) for size in self._homes.layout.shape.sizes]
-        for layer, count in enumerate(self._homes.counts):
+        # tensor by tensor, as streamed gradients: the norm has the same bits for all residents
+        sizes = [math.prod(size) for size in self._residents.layout.shape.sizes]
+        for layer, count in enumerate(self._residents.counts):
             first = self._number(layer, 0)
             in_host = self._host_squares
             kept = [p for p in range(count) if first + p in self._kept and first + p not in in_host]
@@ -253,7 +253,7 @@ class HomeGradients:
         )
 
     def discard(self, layer: int | None = None) -> None:
-        layers = range(len(self._homes)) if layer is None else range(layer, layer + 1)
+        layers = range(len(self._residents)) if layer is None else range(layer, layer + 1)
         numbers = range(self._number(layers.start, 0), self._number(layers.stop, 0))
         self._kept.difference_update(numbers)
         if (host := self._host()) is not None:

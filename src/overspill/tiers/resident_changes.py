@@ -8,7 +8,7 @@ from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 
 
-class HomeChanges:
+class ResidentChanges:
     """A part of the store; its methods take the store's lock. Used while nothing is transferred."""
 
     def __init__(self, store: ExpertStore) -> None:
@@ -39,18 +39,18 @@ class HomeChanges:
                 self._store.evict(entry)
 
     def leave_host(self, layer: int, count: int) -> None:
-        """The home of the first `count` experts of a layer is the compute device now: their host
-        slots and disk slots are free."""
+        """The first `count` experts of a layer are resident now: their host slots and disk slots
+        are free."""
         with self._store.lock:
-            self._store.homes[layer] = count
+            self._store.residents[layer] = count
             self._store.recount_slots()
 
     def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
-        """The expert, the last one of its layer at home on the device, gets a host slot or a disk
+        """The expert, the last one of its layer resident, gets a host slot or a disk
         slot; `fills` write its parts."""
         store, layer = self._store, entry.id.layer
         with store.lock:
-            assert store.position(entry) == store.homes[layer] - 1
+            assert store.position(entry) == store.residents[layer] - 1
             in_host = len(store.free_slots) > store.least_cache  # experts on disk need some
             free = store.free_slots if in_host else store.free_records
             for part, fill in fills.items():
@@ -63,7 +63,7 @@ class HomeChanges:
             else:
                 entry.disk_slot = free[-1]
             entry.version += 1
-            store.homes[layer] -= 1  # until now it was on the device, whatever came
+            store.residents[layer] -= 1  # until now it was on the device, whatever came
             free.pop()
 
     def load_weights(self, entry: Entry) -> Tensor:
@@ -80,15 +80,15 @@ class HomeChanges:
                 entry.valid |= Part.WEIGHTS
             return store.host(entry, Part.WEIGHTS)
 
-    def exchange(self, home: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
-        """Two experts of a layer exchange their places, one at home on the device and one in a host
-        slot: `copy` exchanges their weights. If it raises, the caller has the old weights."""
-        store, layer = self._store, home.id.layer
+    def swap(self, resident: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
+        """Swaps two experts of a layer, one resident and one in a host slot: `copy` swaps their
+        weights. If it raises, the caller has the old weights."""
+        store, layer = self._store, resident.id.layer
         with store.lock:
-            new = store.maps[layer].exchanged(store.position(home), store.position(streamed))
+            new = store.maps[layer].swapped(store.position(resident), store.position(streamed))
             streamed.version += 1  # the copy on the GPU is out of date
             if streamed.disk_slot is not None:
                 streamed.dirty |= Part.WEIGHTS
             copy()
             store.maps[layer] = new
-            home.id, streamed.id = streamed.id, home.id
+            resident.id, streamed.id = streamed.id, resident.id

@@ -1,4 +1,4 @@
-"""Memory of the experts whose home is the compute device."""
+"""Memory of the resident experts, which live on the compute device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from overspill.transfer.streams import Inject, StreamEvent, record_event, wait_e
 
 @dataclass
 class LayerRecords:
-    """The records of a layer's experts at home on the device: row `position` of each tensor."""
+    """The records of a layer's resident experts: row `position` of each tensor."""
 
     weights: Tensor
     states: dict[str, Tensor] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class LayerRecords:
         )
 
 
-class DeviceHomes:
-    """The first `counts[layer]` experts of each layer have their home on the compute device: their
+class Residents:
+    """The first `counts[layer]` experts of each layer live on the compute device: their
     weights and optimizer states are there and nowhere else.
 
     The experts of a layer are adjacent in memory, so that they compute and are updated as one. The
-    store changes `counts`; there may be memory for more experts than have their home here.
+    store changes `counts`; there may be memory for more experts.
     """
 
     def __init__(self, counts: Sequence[int], layout: RecordLayout, device: torch.device) -> None:

@@ -1,25 +1,25 @@
-"""Waves of experts at home on the compute device: nothing is waited for."""
+"""Waves of resident experts: nothing is waited for."""
 
 import itertools
 from collections.abc import Collection, Iterator
 
-from overspill.moe.homes.memory import DeviceHomes
 from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.residents.memory import Residents
 from overspill.plan.waves import Candidate, next_wave
 
 
-def home_waves(
-    homes: DeviceHomes,
+def resident_waves(
+    residents: Residents,
     layer_pass: LayerPass,
     max_rows: int,
     grouped: bool,
     positions: Collection[int] | None = None,
 ) -> Iterator[Wave]:
-    """The experts of a layer at home on the device, or those at some positions. Without counts they
+    """The experts of a layer resident, or those at some positions. Without counts they
     are the whole layer, and one wave; without `grouped` every expert is a wave of its own."""
     rows, counts = layer_pass.rows, layer_pass.rows.counts
-    count = homes.counts[layer_pass.layer]
-    weights = homes[layer_pass.layer].weights[:count]
+    count = residents.counts[layer_pass.layer]
+    weights = residents[layer_pass.layer].weights[:count]
     if counts is None:
         assert positions is None
         yield Wave(0, count, 0, rows.n_rows, weights, rows.ends_E, None)

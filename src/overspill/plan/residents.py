@@ -1,11 +1,11 @@
-"""Which experts have their home on the compute device: how many of each layer."""
+"""Which experts live on the compute device: how many of each layer."""
 
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
-def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
+def spread_residents(total: int, n_layers: int, n_local: int) -> list[int]:
     """`total` experts evenly over the layers, so that every layer streams as many: while one
     computes what it has, the others' experts are uploaded."""
     assert 0 <= total <= n_layers * n_local
@@ -17,9 +17,9 @@ def spread_homes(total: int, n_layers: int, n_local: int) -> list[int]:
 _READ_PER_UPDATE = 2
 
 
-def spread_among(count: int, homes: Sequence[int]) -> list[int]:
-    """`count` of the experts at home evenly over them: of each layer at most `homes`."""
-    ends = [0, *itertools.accumulate(homes)]
+def spread_among(count: int, residents: Sequence[int]) -> list[int]:
+    """`count` of the resident experts evenly over them: of each layer at most `residents`."""
+    ends = [0, *itertools.accumulate(residents)]
     assert 0 <= count <= ends[-1]
     cuts = [count * end // max(1, ends[-1]) for end in ends]
     return [after - before for before, after in itertools.pairwise(cuts)]
@@ -28,8 +28,8 @@ def spread_among(count: int, homes: Sequence[int]) -> list[int]:
 class DeviceShare(NamedTuple):
     """What of the experts is on the compute device beside the slots."""
 
-    experts: int  # that have their home there
-    gradients: int = 0  # sums of gradients of streamed experts, or kept ones of experts at home
+    experts: int  # resident ones
+    gradients: int = 0  # sums of gradients of streamed experts, or kept ones of resident experts
 
 
 def share_memory(
@@ -42,12 +42,12 @@ def share_memory(
     sums: int | None = None,
 ) -> DeviceShare:
     """What can be on the device if `now` is and `free` bytes are free at the peak of a step, or
-    missing. An expert at home needs `expert` bytes; `total` is the number of experts. If gradients
+    missing. A resident expert needs `expert` bytes; `total` is the number of experts. If gradients
     are accumulated, the sum of an expert needs `gradient` bytes, on either side. Sums come first:
-    for each byte they save more traffic of host memory than experts at home. There are at most
+    for each byte they save more traffic of host memory than resident experts. There are at most
     `sums` of them at a time, by default one for each streamed expert.
 
-    If gradients are kept for clipping and can wait in host memory, one of an expert at home needs
+    If gradients are kept for clipping and can wait in host memory, one of a resident expert needs
     `kept` bytes on the device."""
     free += now.experts * expert + now.gradients * (gradient + kept)
     if kept:

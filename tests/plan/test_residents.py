@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.plan.homes import DeviceShare, share_memory, spread_among
+from overspill.plan.residents import DeviceShare, share_memory, spread_among
 
 NOTHING = DeviceShare(0)
 
@@ -31,13 +31,13 @@ def test_with_little_room_every_gradient_waits_in_host_memory() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())
-def test_kept_gradients_are_spread_over_the_experts_at_home(
-    homes: list[int], data: st.DataObject
+def test_kept_gradients_are_spread_over_the_experts_resident(
+    residents: list[int], data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(0, sum(homes)))
-    spread = spread_among(count, homes)
+    count = data.draw(st.integers(0, sum(residents)))
+    spread = spread_among(count, residents)
     assert sum(spread) == count
-    assert all(0 <= n <= home for n, home in zip(spread, homes, strict=True))
+    assert all(0 <= n <= home for n, home in zip(spread, residents, strict=True))
 
 
 @given(st.integers(-50, 3000), st.integers(5, 40), st.integers(1, 4), st.integers(1, 60), st.data())

@@ -11,7 +11,7 @@ from overspill.tiers.shared_experts import RankMemory, SharedExperts
 from overspill.tiers.slab import HostSlab
 
 
-class Guest(Entry):
+class RemoteExpert(Entry):
     """The entry of such an expert. Its `version` is the one that its owner has announced for the
     current pass; the weights are current when the owner's word shows it."""
 
@@ -33,15 +33,15 @@ class Guest(Entry):
         return bool(self._owner.versions[self._index] == self.version)
 
 
-class Guests:
-    """The guests of each layer, in the order of their ids."""
+class RemoteExperts:
+    """The remote experts of each layer, in the order of their ids."""
 
     def __init__(self, shared: SharedExperts, n_layers: int, first: int, pinned: bool) -> None:
         """Their numbers begin with `first`."""
         own, parts = shared.parts[shared.rank], shared.parts
         self.ids = tuple(id for id in range(own.n_global) if id not in own.local_ids)
         self.slabs: list[HostSlab] = []
-        found: dict[ExpertId, Guest] = {}
+        found: dict[ExpertId, RemoteExpert] = {}
         try:
             for rank, (memory, part) in enumerate(zip(shared.memories, parts, strict=True)):
                 if rank != shared.rank:
@@ -49,16 +49,16 @@ class Guests:
         except BaseException:
             self.close()
             raise
-        self._layers: list[list[Guest]] = []
+        self._layers: list[list[RemoteExpert]] = []
         for layer in range(n_layers):
             self._layers.append([found[ExpertId(layer, id)] for id in self.ids])
-        self.entries = [guest for layer in self._layers for guest in layer]
-        for number, guest in enumerate(self.entries, first):
-            guest.number = number
+        self.entries = [remote for layer in self._layers for remote in layer]
+        for number, remote in enumerate(self.entries, first):
+            remote.number = number
 
     def _add(
         self,
-        found: dict[ExpertId, Guest],
+        found: dict[ExpertId, RemoteExpert],
         memory: RankMemory,
         part: ExpertMap,
         n_layers: int,
@@ -77,9 +77,9 @@ class Guests:
         for layer in range(n_layers):
             for position, expert in enumerate(part.local_ids):
                 id = ExpertId(layer, expert)
-                found[id] = Guest(id, memory, slab, layer * part.n_local + position)
+                found[id] = RemoteExpert(id, memory, slab, layer * part.n_local + position)
 
-    def of(self, layer: int) -> Sequence[Guest]:
+    def of(self, layer: int) -> Sequence[RemoteExpert]:
         return self._layers[layer]
 
     def close(self) -> None:
