@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 from overspill.compute.activation import Form, Function
 from overspill.compute.decode import (
     attention,
+    constants,
     delta,
     expert_groups,
     experts,
@@ -153,7 +154,12 @@ CASES += [
 PLANES = ("codes", "scales", "zeros", "factors", "biases")
 TYPES = {torch.uint8: "*u8", torch.int8: "*i8", torch.int32: "*i32", torch.float16: "*fp16"}
 TYPES |= {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-IN_TILE, OUT_TILE = {"ROWS": 2, "BLOCK": 128}, {"ROWS": 2, "BLOCK": 256}
+
+
+def tile(used: constants.Tile) -> dict[str, int]:
+    return {"ROWS": used.rows, "BLOCK": used.block, "num_warps": used.warps}
+
+
 WIDE_INPUTS = {"inputs": "*fp32", "out": "*fp32"}
 ARRANGE = {"BLOCK": 512, "REQUEST": 4, "ON_GPU": True}
 for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
@@ -173,8 +179,16 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
     ]
     w_in, w_out = ({"base": "*u8"} | each | GROUPS for each in types)
     CASES += [
-        ("_packed_in_kernel", into | IN_TILE | {"GATED": True}, w_in | WIDE_INPUTS),
-        ("_packed_out_kernel", own | OUT_TILE | {"TOP_K": 8}, w_out | WIDE_INPUTS),
+        (
+            "_packed_in_kernel",
+            into | tile(constants.PACKED_IN_TILE) | {"GATED": True},
+            w_in | WIDE_INPUTS,
+        ),
+        (
+            "_packed_out_kernel",
+            own | tile(constants.PACKED_OUT_TILE) | {"TOP_K": 8},
+            w_out | WIDE_INPUTS,
+        ),
     ]
     scaled = SHRINK | {"MATRIX": packed.packing.out, "SCALED": True}
     CASES.append(("_shrink_kernel", scaled, FLAGS | {"out": "*fp32", "x": "*fp32"}))
@@ -197,13 +211,15 @@ SIZES = {
 }  # fmt: skip
 
 
-def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str], to: int) -> None:
+def compile_kernel(name: str, given: dict[str, object], types: dict[str, str], to: int) -> None:
     kernel = KERNELS[name]
-    if "EARLY" in KERNELS[name].arg_names:
-        constants = constants | {"EARLY": to >= 90}
+    options = {"num_warps": given.get("num_warps", 4)}
+    fixed = {arg: value for arg, value in given.items() if arg not in options}
+    if "EARLY" in kernel.arg_names:
+        fixed["EARLY"] = to >= 90
     signature, aligned = {}, {}
     for position, arg in enumerate(kernel.arg_names):
-        if arg in constants:
+        if arg in fixed:
             signature[arg] = "constexpr"
         elif arg in types:
             signature[arg] = types[arg]
@@ -215,13 +231,13 @@ def compile_kernel(name: str, constants: dict[str, object], types: dict[str, str
             signature[arg] = "*i64" if arg in WIDE else "*fp32" if arg in FLOAT else "*bf16"
         if arg in SIZES or signature[arg].startswith("*"):
             aligned[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", to, 32))
+    source = ASTSource(kernel, signature, fixed, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", to, 32), options=options)
     # weights are read 16 bytes at a time
     ptx = compiled.asm["ptx"]
     if "_packed" in name:
-        assert f"ld.global.v{constants['PACKING'].gate.unit}.b32" in ptx, name
-    if "linear" in name or ("expert_in" in name and not constants["TRANSPOSED"]):
+        assert f"ld.global.v{fixed['PACKING'].gate.unit}.b32" in ptx, name
+    if "linear" in name or ("expert_in" in name and not fixed["TRANSPOSED"]):
         assert "ld.global.v4.b32" in ptx, name
 
 
@@ -232,9 +248,9 @@ def main(capabilities: list[str]) -> None:
         # each kernel for two capabilities at least, its cases for all of them in turn
         for number in range(max(len(cases), min(2, len(capabilities)))):
             capability = capabilities[number % len(capabilities)]
-            _, constants, types = cases[number % len(cases)]
-            print(capability, name, constants)
-            compile_kernel(name, constants, types, int(capability))
+            _, given, types = cases[number % len(cases)]
+            print(capability, name, given)
+            compile_kernel(name, given, types, int(capability))
 
 
 if __name__ == "__main__":
