@@ -40,7 +40,7 @@ def test_a_run_and_a_checkpoint_are_quantized_and_served(
         assert app(["export", source, out, "--quantize", "int4"]) == 0
         told = capsys.readouterr().out
         assert "experts in int4) to" in told
-        assert f"overspill generate {out} PROMPT --packed" in told
+        assert f"overspill generate {out} PROMPT" in told
     names = {path.name for path in Path(folders[0]).iterdir()}
     for name in names:
         one, other = (Path(folder, name).read_bytes() for folder in folders[1:])
@@ -48,7 +48,7 @@ def test_a_run_and_a_checkpoint_are_quantized_and_served(
     texts = []
     flags = ["--max-tokens", "8", "--temperature", "0", "--slots", "3", "--device", "cpu", "--json"]
     for model, more in (
-        (folders[0], ["--quantize", "int4"]), (folders[1], ["--packed"]), (folders[2], []),
+        (folders[0], ["--quantize", "int4"]), (folders[1], ["--no-packed"]), (folders[2], []),
         (str(run), ["--quantize", "int4"]),
     ):  # fmt: skip
         capsys.readouterr()

@@ -61,7 +61,7 @@ def test_the_example_writes_each_format_and_it_is_opened(
     runpy.run_path(SCRIPT, run_name="__main__")
     flags = ["--max-tokens=4", "--temperature=0", "--device=cpu", "--dtype=fp32", "--json"]
     answers = []
-    for more in ([], ["--packed"]):
+    for more in (["--no-packed"], []):
         capsys.readouterr()
         assert app(["generate", str(tmp_path / "tiny"), "Experts", *flags, *more]) == 0
         answers.append(json.loads(capsys.readouterr().out)["token_ids"])

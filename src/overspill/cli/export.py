@@ -72,7 +72,7 @@ def _export(
         packed = f", experts in {quantize}" if quantize else ""
         use = f"AutoModelForCausalLM.from_pretrained({done.out!r})"
         if quantize:  # not every quantized model can be opened so
-            use = f"overspill generate {shlex.quote(done.out)} PROMPT --packed"
+            use = f"overspill generate {shlex.quote(done.out)} PROMPT"
         elif done.model_type == "overspill_gpt":
             use += " after import overspill"
         return (

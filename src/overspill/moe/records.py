@@ -109,7 +109,7 @@ class ExpertRecords:
         if self.layout.format is not None:
             raise ConfigError(
                 "the experts of this model are packed, and cannot be changed; load the checkpoint "
-                "without packed=True (--packed)"
+                "with packed=False, or without quantize="
             )
         if any(self.layout.ranks):
             raise ConfigError(

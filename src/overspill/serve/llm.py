@@ -379,7 +379,7 @@ def _check_loaded(options: LLMArguments) -> None:
     given = values_of(options, MemoryLimits) | {
         "host_slots": options.host_slots,
         "mode": options.mode if options.mode == "gpu-only" else None, "dtype": options.dtype,
-        "settings": options.settings, "packed": options.packed or None,
+        "settings": options.settings, "packed": options.packed,
         "quantize": options.quantize,
     }  # fmt: skip
     for name, value in given.items():

@@ -48,8 +48,9 @@ class LLMOptions(DecodingOptions, HostSlots, MemoryLimits):
     adapter: str | os.PathLike[str] | None = None
     """LoRA adapter to serve with MODEL: a folder that peft has written, a repository of
     the hub, or the folder of a run of overspill finetune --lora."""
-    packed: bool = False
-    """Keep the experts of a quantized checkpoint packed in memory."""
+    packed: bool | None = None
+    """Keep the experts of a quantized checkpoint packed in memory, or unpack them while they are
+    read; default: keep them where they can stay packed."""
     quantize: Annotated[str, ("mxfp4", "int4", "fp8")] | None = None
     """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; see also
     overspill export --quantize."""

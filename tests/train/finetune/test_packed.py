@@ -48,12 +48,13 @@ def test_an_adapter_learns_on_packed_experts_as_on_plain_ones(
     on = f"--device={device}"
     for name in ("plain", "packed"):
         (tmp_path / name).mkdir()
-    run, losses = _finetune(checkpoint, tmp_path / "plain", on)
+    run, losses = _finetune(checkpoint, tmp_path / "plain", on, "--no-packed")
+    assert f"to try it: overspill chat {run} --no-packed" in capsys.readouterr().out
     assert losses[1] != losses[0]
-    packed, same = _finetune(checkpoint, tmp_path / "packed", on, "--packed")
-    assert f"to try it: overspill chat {packed} --packed" in capsys.readouterr().out
+    packed, same = _finetune(checkpoint, tmp_path / "packed", on)
+    assert f"to try it: overspill chat {packed}\n" in capsys.readouterr().out
     assert same == pytest.approx(losses, rel=1e-4)
-    assert _answer(packed, capsys, on, "--packed") == _answer(run, capsys, on)
+    assert _answer(packed, capsys, on) == _answer(run, capsys, on, "--no-packed")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`overspill.load`: reads a Hugging Face checkpoint into the store, expert by expert."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -33,6 +34,8 @@ from overspill.models.offload import move_experts
 from overspill.moe.init import expert_generator
 from overspill.tiers.layout import NO_LOW_RANKS
 
+_log = logging.getLogger("overspill")
+
 
 def load(
     path_or_repo: str | os.PathLike[str],
@@ -44,7 +47,7 @@ def load(
     train: bool = True,
     freeze_experts: bool = False,
     pregate: bool = True,
-    packed: bool = False,
+    packed: bool | None = None,
     quantize: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
     **more: Any,
@@ -55,9 +58,10 @@ def load(
     With `train` (the default) the model is in training mode and memory for the optimizer is
     planned; without it, the model is for inference. With `freeze_experts` the experts are
     frozen, and no memory is planned for their gradients and optimizer states. `dtype` is the
-    data type of the weights, by default that of the checkpoint. With `packed` the experts of a
-    quantized checkpoint stay as they are stored, in all memory, and are unpacked when they
-    compute. `quantize` ("mxfp4", "int4" or "fp8") packs the experts of a plain checkpoint like
+    data type of the weights, by default that of the checkpoint. Experts of a quantized
+    checkpoint stay packed in all memory and are unpacked when they compute, unless they are
+    trained; `packed` False unpacks them while they are read, True raises where they cannot stay
+    packed. `quantize` ("mxfp4", "int4" or "fp8") packs the experts of a plain checkpoint like
     that while they are read. A model that was saved with pre-gates gets them, unless `pregate`
     is False. `adapter` is a LoRA adapter to add to the weights: a folder that peft or
     `overspill finetune --lora` has written, or a repository of the hub. Further arguments are
@@ -83,7 +87,7 @@ def load_within(
     pregate: bool = True,
     adapter: Path | None = None,
     freeze_experts: bool = False,
-    packed: bool = False,
+    packed: bool | None = None,
     quantize: str | None = None,
     merged: bool = True,
 ) -> Any:
@@ -96,6 +100,8 @@ def load_within(
         _check_packed(f"quantize={quantize!r} (--quantize)", budgets, train and not freeze_experts)
     elif packed:
         _check_packed("packed=True (--packed)", budgets, train and not freeze_experts)
+    elif train and not freeze_experts:
+        packed = False
     folder = find_folder(path_or_repo)
     config = read_config(folder)
     for name, value in (changes or {}).items():
@@ -119,8 +125,8 @@ def load_within(
             source: ExpertSource = recipes
             if quantize is not None:
                 source = QuantizedExperts(recipes, quantize)
-            elif packed:
-                source = PackedExperts(recipes, checkpoint)
+            elif packed is not False:
+                source = _stored_experts(recipes, checkpoint, packed is True, budgets)
             if lora is not None and lora.stacks and not merged:
                 source = AdaptedExperts(source, lora.stacks, layers)
             # first: it recognizes the weights with which they were saved
@@ -136,6 +142,25 @@ def load_within(
                     pregates.add_to(model)
 
             return move_experts(model, layers, budgets, source, finish)
+
+
+def _stored_experts(
+    recipes: Recipes, checkpoint: CheckpointFolder, required: bool, budgets: Budgets
+) -> ExpertSource:
+    """Experts as they are stored: packed where the checkpoint has them packed. Unless `required`,
+    they are unpacked where they cannot stay packed."""
+    stored = (checkpoint.packed.get(key) for key in recipes.keys)
+    if not required and all(tensor is None or tensor.is_plain for tensor in stored):
+        return recipes
+    try:
+        if budgets.mesh is not None:
+            raise ConfigError("several ranks do not support packed experts yet")
+        return PackedExperts(recipes, checkpoint)
+    except ConfigError as error:
+        if required:
+            raise ConfigError(f"{error}; load it without packed=True (--packed)") from None
+        _log.warning("experts are unpacked while they are read: %s", error)
+        return recipes
 
 
 def _check_packed(option: str, budgets: Budgets, trained: bool) -> None:

@@ -178,9 +178,8 @@ class Recipes:
             sources = self._sources[name]
             if self._changes(name):
                 raise ConfigError(
-                    f"the adapter changes experts ({name}), which then cannot stay packed; load "
-                    "the model without packed=True (--packed), or serve the adapter: "
-                    "LLM(adapter=...)"
+                    f"the adapter changes experts ({name}), which then cannot stay packed "
+                    "(LLM(adapter=...) keeps it beside packed experts)"
                 )
             if sources.converter is None:
                 (key,) = sources.keys[""]
@@ -190,7 +189,7 @@ class Recipes:
             else:
                 raise ConfigError(
                     f"experts of {self.model.config.model_type} are converted while they are read, "
-                    "and cannot stay packed; load them without packed=True (--packed)"
+                    "and cannot stay packed"
                 )
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:

@@ -40,9 +40,9 @@ class TrainedParameters:
     """Train adapters of the experts too."""
     lora_experts_rank: Count | None = None
     """Rank of the experts' adapters, whose scale is that of the others; default: that of --lora."""
-    packed: bool = False
-    """Keep the experts of a quantized checkpoint packed in memory; for --lora and
-    --freeze-experts."""
+    packed: bool | None = None
+    """Keep the experts of a quantized checkpoint packed in memory, or unpack them while they are
+    read; default: keep them with --lora and --freeze-experts."""
     quantize: Literal["mxfp4", "int4", "fp8"] | None = None
     """Pack the experts of a checkpoint in bf16, fp16 or fp32 while they are read; for --lora and
     --freeze-experts."""
@@ -58,12 +58,12 @@ class FinetuneModelSection(RoutingFix, TrainedParameters):
 
     @property
     def serving_flags(self) -> tuple[str, ...]:
-        """With which an adapter is served on the packed experts that it was trained with."""
+        """With which an adapter is served on the experts that it was trained with."""
         if self.lora is None:  # the model is written with plain experts
             return ()
         if self.quantize is not None:
             return ("--quantize", self.quantize)
-        return ("--packed",) if self.packed and not self.lora_experts else ()
+        return ("--no-packed",) if self.packed is False else ()
 
 
 @dataclass(frozen=True)

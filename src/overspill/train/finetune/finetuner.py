@@ -58,7 +58,7 @@ class FinetuneSummary(Summary):
     servable: bool = True
     """The model can be served."""
     packing: tuple[str, ...] = ()
-    """Flags with which an adapter is served on the packed experts that it was trained with."""
+    """Flags with which an adapter is served on the experts that it was trained with."""
 
     def lines(self) -> list[str]:
         lines = super().lines()

@@ -55,7 +55,7 @@ def test_texts_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     given = ["Experts", "--max-tokens", "6", "--temperature", "0", "--device", "cpu"]
     capsys.readouterr()
     answers = []
-    for model, more in ((path, []), (path.parent, ["--packed"])):
+    for model, more in ((path, ["--no-packed"]), (path.parent, [])):
         assert app(["generate", str(model), *given, *more]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]

@@ -179,7 +179,30 @@ def test_experts_move_between_host_and_device(pairs: Pairs) -> None:
     engine.close()
 
 
-def test_what_cannot_stay_packed_is_refused(pairs: Pairs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [
+        ({"train": False}, True),
+        ({"freeze_experts": True}, True),
+        ({}, False),
+        ({"train": False, "packed": False}, False),
+    ],
+)
+def test_experts_stay_packed_unless_they_are_trained(
+    given: dict[str, bool], packed: bool, pairs: Pairs, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(pairs["mxfp4"].packed, **given)
+    assert (model.overspill.layout.format is not None) == packed
+    model.overspill.close()
+    plain = load(pairs["mxfp4"].plain, **given)
+    assert plain.overspill.layout.format is None
+    plain.overspill.close()
+    assert "unpacked" not in caplog.text
+
+
+def test_what_cannot_stay_packed_is_refused_or_unpacked_with_a_notice(
+    pairs: Pairs, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = pairs["int4"].packed
     given = {"packed": True, "device": "cpu", "quiet": True, "progress": False}
     with pytest.raises(ConfigError, match=r"packed=True .* cannot be trained; give freeze_exp"):
@@ -197,7 +220,10 @@ def test_what_cannot_stay_packed_is_refused(pairs: Pairs, tmp_path: Path) -> Non
     save_file(kept | {f"{w1}weight": plain[f"{w1}weight"]}, mixed / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"packs {w1}weight in another way than .*layers\.1\."):
         overspill.load(mixed, train=False, **given)
-    loaded = load(mixed, train=False)  # unpacked
+    assert "unpacked" not in caplog.text
+    loaded = load(mixed, train=False)
+    assert f"experts are unpacked while they are read: {mixed} packs {w1}weight" in caplog.text
+    assert loaded.overspill.layout.format is None
     assert torch.equal(loaded.state_dict()["lm_head.weight"], plain["lm_head.weight"])
     loaded.overspill.close()
 
@@ -213,7 +239,9 @@ def test_an_adapter_of_experts_needs_unpacked_ones(pairs: Pairs, tmp_path: Path)
     adapted = peft.get_peft_model(plain, config)
     adapted.save_pretrained(tmp_path / "adapter")
     given = {"train": False, "adapter": tmp_path / "adapter"}
-    with pytest.raises(ConfigError, match=r"changes experts .*cannot stay packed; load the model"):
+    with pytest.raises(
+        ConfigError, match=r"changes experts .*cannot stay packed .*; load it without"
+    ):
         load(pair.packed, packed=True, **given)
     model = load(pair.packed, **given)
     torch.testing.assert_close(outputs(model, batch), outputs(adapted, batch), rtol=1e-4, atol=1e-5)

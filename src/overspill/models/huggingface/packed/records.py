@@ -18,8 +18,6 @@ from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.recipes import Recipes
 from overspill.tiers.layout import NO_LOW_RANKS
 
-_LEAVE_OUT = "load it without packed=True (--packed)"
-
 
 class PackedExperts:
     """Reads experts as a checkpoint stores them. All of a layer must be packed in the same way, as
@@ -41,7 +39,7 @@ class PackedExperts:
         if not found.is_packed:
             raise ConfigError(
                 f"{self._folder.folder} has no packed experts in layer {layer}, so they cannot "
-                f"stay packed; {_LEAVE_OUT}"
+                f"stay packed"
             )
         for index in range(1, self._recipes.layers[layer].n_experts):
             other = ExpertId(layer, index)
@@ -49,7 +47,7 @@ class PackedExperts:
                 names = [next(self._recipes.stored(expert))[1] for expert in (first, other)]
                 raise ConfigError(
                     f"{self._folder.folder} packs {names[1]} in another way than {names[0]}, and "
-                    f"records of the experts of a layer must be the same; {_LEAVE_OUT}"
+                    "records of the experts of a layer must be the same"
                 )
         return found
 
@@ -84,7 +82,7 @@ class PackedExperts:
             if packed.matrix.scheme.kind is Kind.BLOCKS:
                 raise ConfigError(
                     f"{self._folder.folder}: {packed.parts[CODES]} has {packed.kind}, which cannot "
-                    f"stay packed; {_LEAVE_OUT}"
+                    f"stay packed"
                 )
             matrix, parts = packed.matrix.by_rows(self._folder.read_parts(key, number, read))
             return matrix, stored_parts(parts)
