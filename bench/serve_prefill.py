@@ -8,6 +8,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ MATRIX = 786e12
 """Operations a second of bf16 matrix products on an H200."""
 FIRST = overspill.SamplingParams(max_tokens=1, ignore_eos=True)
 SHORT = 64
+ARMS = ("uploads", "replicas")
 _DELAYS = (0.05, 0.15, 0.3, 0.5)
 """Seconds after which a short prompt arrives."""
 
@@ -163,9 +165,58 @@ def run_w2(args: argparse.Namespace) -> None:
     engine.close()
 
 
+def run_cached(args: argparse.Namespace) -> None:
+    """W2 with half of its experts cached: prompts of 512 tokens, with and without replicas, and
+    decoding between them."""
+    config = qwen(12)
+    model = overspill.from_config(
+        config, mode="host", slots=2 * config.num_experts, dtype=torch.bfloat16, train=False,
+        quiet=True,
+    )  # fmt: skip
+    engine, prompts = model.overspill, Prompts()
+    engine.set_residents([0] * engine.n_layers)
+    cached = engine.n_layers * engine.n_experts // 2
+    switches = {name: replace(engine.settings, prompt_replicas=name == "replicas") for name in ARMS}
+    longer = overspill.SamplingParams(max_tokens=65, ignore_eos=True)
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    decoded: dict[str, list[float]] = {name: [] for name in ARMS}
+    uploaded = dict.fromkeys(ARMS, 0)
+    with overspill.LLM(model, context=4096, max_batch=4, slots=cached) as llm:
+        for _ in range(8):
+            llm.generate([prompts(512)], longer)  # kernels, and the cache
+        for _ in range(args.rounds):
+            for name in ARMS:
+                engine.switch(switches[name])
+                llm.generate([prompts(512)], FIRST)
+                before = engine.recorder.counters()["upload"]
+                seconds[name] += [512 / each for each in speed(llm, prompts, 512, 4)]
+                uploaded[name] += engine.recorder.counters()["upload"] - before
+                start = time.perf_counter()
+                llm.generate([prompts(64)], longer)
+                decoded[name].append(64 / (time.perf_counter() - start))
+    pairs = zip(seconds["uploads"], seconds["replicas"], strict=True)
+    tokens = zip(decoded["uploads"], decoded["replicas"], strict=True)
+    experts = engine.n_layers * engine.n_experts * engine.layout.weight_bytes
+    metrics = {
+        "speedup": metric([without / with_ for without, with_ in pairs], "x"),
+        "uploaded": metric([uploaded["replicas"] / max(1, uploaded["uploads"])], "x"),
+        "decode": metric([with_ / without for without, with_ in tokens], "x"),
+        "with": metric([512 / each for each in seconds["replicas"]], "tokens/s"),
+        "without": metric([512 / each for each in seconds["uploads"]], "tokens/s"),
+    }
+    limit = Limit(512 / (experts / 2 / PCIE), "tokens/s", "half of the experts over PCIe")
+    details = {
+        "row": "W2, prompts of 512 tokens, half of the experts cached",
+        "show": ["uploaded", "decode", "with", "without"],
+        "placement": engine.describe(),
+    }
+    write_record("serve-prefill-cached", details, metrics, limit, args.out)
+    engine.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", choices=["30b", "30b-even", "w2"])
+    parser.add_argument("names", nargs="+", choices=["30b", "30b-even", "w2", "cached"])
     parser.add_argument("--gpu-memory", default="24GiB")
     parser.add_argument("--chunk", type=int, help="tokens of prompts in a batch at most")
     parser.add_argument("--rounds", type=int, default=3)
@@ -174,6 +225,8 @@ def main() -> None:
     for name in args.names:
         if name == "w2":
             run_w2(args)
+        elif name == "cached":
+            run_cached(args)
         else:
             run_30b(args, even=name == "30b-even")
 

@@ -151,7 +151,7 @@ def test_memory_is_given_back_chunk_by_chunk(engine: Engine) -> None:
     for left in (4, 2, 0):
         assert steps.cache.shrink()
         assert steps.cache.n_slots == left
-        assert steps.cache.nbytes == left * engine.shape.numel * engine.dtype.itemsize
+        assert steps.cache.nbytes == left * engine.layout.weight_bytes
         assert len(steps.run((0, 1), (2, 3))) <= left
     assert not steps.cache.shrink()
 

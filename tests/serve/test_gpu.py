@@ -135,6 +135,29 @@ def test_tokens_do_not_depend_on_where_experts_are(
             assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, other
 
 
+@pytest.mark.parametrize("uploader", ["thread", "native"])
+@pytest.mark.parametrize("late", ["", "upload", "cpu"])
+def test_prompts_copy_cached_experts_and_tokens_are_the_same(
+    late: str, uploader: str, fused: list[int]
+) -> None:
+    """Half of the experts are cached, and leave the cache between prompts."""
+    plain = GPTMoE(LARGE, checkpoint=False, seed=1).eval().to("cuda")
+    expected = [tokens_of(plain, prompt, 12) for prompt in PROMPTS]
+    inject = delays(seed=5, longest=2e-3, only=late) if late else None
+    settings = overspill.Settings(prompt_replicas=True, uploader=uploader, inject=inject)
+    cached = LARGE.n_layers * LARGE.n_experts // 2
+    with (
+        offloaded(plain, "none", settings=settings) as model,
+        overspill.LLM(model, context=64, max_batch=3, slots=cached) as llm,
+    ):
+        for _ in range(4):
+            assert [r.token_ids for r in llm.generate(PROMPTS, GREEDY)] == expected, "together"
+            assert [llm.generate(p, GREEDY)[0].token_ids for p in PROMPTS] == expected, "alone"
+        counters = model.overspill.recorder.counters()
+        assert counters["replicas"] > 0
+    assert fused
+
+
 @every_place
 def test_gpt_moe_generates_its_own_tokens(residents: str, fused: list[int]) -> None:
     plain = copy.deepcopy(plain_gpt()).to("cuda")

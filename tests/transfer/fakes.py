@@ -50,10 +50,14 @@ class GatedStream(CopyStream):
         self.events: list[GatedEvent] = []
 
     def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, after: Iterable[StreamEvent] = ()
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        label: str,
+        after: Iterable[StreamEvent] = (),
+        counter: str | None = None,
     ) -> StreamEvent:
         end = GatedEvent()
-        super().copy(pairs, label, after)
+        super().copy(pairs, label, after, counter)
         self.after.append(list(after))
         self.events.append(end)
         self.sources.append(pairs[0][1].data_ptr())  # last: tests wait for it

@@ -209,7 +209,7 @@ def test_closing_wakes_waiting_callers(bench: FakeBench) -> None:
     assert "closed" in str(errors)
     with pytest.raises(EngineError, match="closed"):
         bench.upload()
-    assert bench.thread.take_traced() == ([], 0)
+    assert bench.thread.take_traced() == ([], 0, 0)
     bench.thread.close()  # a second time has no effect
 
 
@@ -243,11 +243,11 @@ def test_traced_pieces_are_timed(bench: FakeBench) -> None:
     bench.copied(2)
     for _ in range(2):
         bench.calls.arrive(3)  # the write at its begin, the copy, the write at its end
-    copies, size = bench.thread.take_traced()
+    copies, size, _ = bench.thread.take_traced()
 
     def both() -> bool:  # the thread notes the end a bit later
         nonlocal copies, size
-        more, bytes_issued = bench.thread.take_traced()
+        more, bytes_issued, _ = bench.thread.take_traced()
         copies, size = copies + more, size + bytes_issued
         return len(copies) == 2
 
@@ -256,7 +256,7 @@ def test_traced_pieces_are_timed(bench: FakeBench) -> None:
     assert [(copy.tag, copy.bytes) for copy in copies] == [(3, PIECE)] * 2
     for copy in copies:
         assert before < copy.begin_ns <= copy.end_ns < time.perf_counter_ns()
-    assert bench.thread.take_traced() == ([], 0)
+    assert bench.thread.take_traced() == ([], 0, 0)
 
 
 def test_fault_injection_runs_before_each_piece() -> None:

@@ -1,11 +1,18 @@
 """Where the weights of experts are, for decoding steps, whose kernels read them there."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor
 
 from overspill.core.experts import ExpertId
+from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.residents.memory import Residents
+from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.eviction import NextUse
 from overspill.tiers.entry import Part, Reader
+from overspill.tiers.replicas import Replica
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.disk_reads import DiskReads
@@ -16,9 +23,14 @@ class Addresses:
     """Experts are named by their ids. Addresses are valid until experts move."""
 
     def __init__(
-        self, store: ExpertStore, residents: Residents, recorder: Recorder, inject: Inject | None
+        self,
+        store: ExpertStore,
+        residents: Residents,
+        streaming: LazyStreaming,
+        recorder: Recorder,
+        inject: Inject | None,
     ) -> None:
-        self._store, self._residents = store, residents
+        self._store, self._residents, self._streaming = store, residents, streaming
         self._recorder, self._inject = recorder, inject
         self._n_experts = store.experts.n_global
 
@@ -61,6 +73,31 @@ class Addresses:
         if not self._store.begin_copy(entry, copy):
             return None
         return self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
+
+    def version(self, layer: int, expert: int) -> tuple[int, int]:
+        """The number of an expert's entry, and the version of its weights."""
+        entry = self._store.entry(ExpertId(layer, expert))
+        return entry.number, entry.version
+
+    @contextmanager
+    def lent(self, replicas: Mapping[int, Replica]) -> Iterator[None]:
+        """Within it, uploads read these replicas, by the numbers of their entries, instead of host
+        memory. Afterwards no further copy of them begins: see `wait_for_uploads`."""
+        streaming = self._streaming.started
+        if streaming is None or not replicas:
+            yield
+            return
+        try:
+            streaming.lend(replicas)
+            yield
+        finally:
+            with DeferredInterrupt():
+                streaming.lend({})
+
+    def wait_for_uploads(self, stream: torch.cuda.Stream | None) -> None:
+        """Makes a stream wait for all uploads that have begun; without one, the caller."""
+        if self._streaming.started is not None:
+            self._streaming.started.compute.wait_for_uploads(stream)
 
     def new_disk_reads(self) -> DiskReads:
         """Brings experts of disk into host memory for decoding steps."""

@@ -87,10 +87,10 @@ class Engine:
             undo.callback(store.close)
             self.lifetime = store.lifetime
             self.records = ExpertRecords(store, residents)
-            self.addresses = Addresses(store, residents, recorder, settings.inject)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
             self._streaming = LazyStreaming(self._new_streaming(progress, costs), settings)
             undo.callback(self._streaming.close)
+            self.addresses = Addresses(store, residents, self._streaming, recorder, settings.inject)
             self._training = self._new_training() if placement.training else None
             self._lock = threading.RLock() if self._training is None else self._training.lock
             dispatcher = LocalDispatcher(store.maps, device)

@@ -206,8 +206,7 @@ class PagedRunner(Runner):
     def _compute(self, parts: Sequence[Part], keep: bool = True) -> Tensor:
         """Logits after the last token of each part, by the model's own modules. Without `keep`, no
         states are copied for checkpoints."""
-        if self._decode is not None:
-            self._decode.wait()
+        passing = nullcontext() if self._decode is None else self._decode.passing()
         layout = Layout([_span(part) for part in parts], self._cache.block_size, self._device)
         rows = (part.request.tokens[part.before :][: part.n_new] for part in parts)
         tokens = torch.tensor([list(itertools.chain.from_iterable(rows))], device=self._device)
@@ -216,7 +215,7 @@ class PagedRunner(Runner):
             counts = [part.n_new for part in parts]
             copies = [self._new_copies(part) if keep else {} for part in parts]
             self._states.begin(counts, self._slots.begin(parts, copies), self._device)
-        with attention_cache(self._cache):
+        with passing, attention_cache(self._cache):
             logits = self._forward(tokens, layout, parts)
         if self._slots is not None:
             self._slots.end(parts)

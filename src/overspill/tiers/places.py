@@ -6,6 +6,7 @@ from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.remote_experts import RemoteExperts
+from overspill.tiers.replicas import Replicas
 from overspill.tiers.worker_sync import WorkerSync
 
 
@@ -46,6 +47,7 @@ class ExpertPlaces(WorkerSync):
         self.entries = self._number_entries(count)
         self.remote_experts: RemoteExperts | None = None
         """Experts of other ranks that this one can upload. They are no `entries`."""
+        self.replicas = Replicas()
         self._cached: dict[Entry, None] = {}
         self.recount_slots()
 

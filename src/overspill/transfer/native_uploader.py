@@ -12,7 +12,7 @@ from overspill.tiers.worker_sync import Watchdog
 from overspill.transfer.driver import event_handle
 from overspill.transfer.streams import CopyStream, StreamEvent
 from overspill.transfer.upload_thread import InFlightLimits, UploadCalls, UploadThread
-from overspill.transfer.uploader import PieceSizes, Target, Uploader, upload_label
+from overspill.transfer.uploader import REPLICAS, PieceSizes, Target, Uploader, upload_label
 
 
 class NativeUploader(Uploader):
@@ -38,6 +38,7 @@ class NativeUploader(Uploader):
         self._readers: list[StreamEvent | None] = [None] * n_slots  # commands wait for them
         self._old_readers: list[StreamEvent | None] = []
         self._listed: list[int] = []  # slots whose upload is requested
+        self._from_replicas: set[int] = set()  # slots whose last command reads a replica
         self._addresses: dict[int, int] = {}  # of host slots: a view takes time to make
         self._stride = slab.stride(0) * slab.element_size()
         self._base = slab.data_ptr()
@@ -86,7 +87,8 @@ class NativeUploader(Uploader):
 
     def idle(self) -> bool:
         return self._closed or not any(
-            target.entry.readable and not self._is_requested(target.entry, target.slot)
+            self._store.replicas.can_upload(target.entry)
+            and not self._is_requested(target.entry, target.slot)
             for target in self._wanted
         )
 
@@ -96,6 +98,14 @@ class NativeUploader(Uploader):
         watchdog: Watchdog | None = None
         while not self._native.wait_idle():
             watchdog = self._watch(watchdog, what)
+
+    def withdraw_replicas(self) -> None:
+        with self._store.lock:
+            for slot in self._from_replicas:
+                if not self._all_issued(slot):
+                    self.slots[slot].entry = None  # what is still wanted begins again
+            self._from_replicas.clear()
+            self._request()
 
     def close(self) -> None:
         with self._store.lock:
@@ -134,7 +144,7 @@ class NativeUploader(Uploader):
             if slot.entry is entry and slot.version == entry.version:
                 if issued[number] == commands[number].number:
                     continue
-            elif entry.readable:
+            elif self._store.replicas.can_upload(entry):
                 self._write_command(target)
             else:
                 continue
@@ -152,7 +162,10 @@ class NativeUploader(Uploader):
         self._last_number += 1
         command = self._native.commands[number]
         command.to = self._base + number * self._stride
-        command.source = self._address(entry)
+        replica = self._store.replicas.of(entry)
+        command.source = self._address(entry) if replica is None else replica.data_ptr()
+        command.in_device = replica is not None
+        (self._from_replicas.discard if replica is None else self._from_replicas.add)(number)
         command.after = event_handle(slot.free.event)
         command.number = self._last_number
         reason = self._reasons.setdefault(target.reason, len(self._reasons))
@@ -180,10 +193,11 @@ class NativeUploader(Uploader):
 
     def _report(self) -> None:
         """Passes traced copies on to the recorder."""
-        copies, size = self._native.take_traced()
+        copies, uploaded, in_device = self._native.take_traced()
         recorder, lane = self._stream.recorder, self._stream.name
-        if size:
-            recorder.add_bytes(lane, size)
+        for counter, size in ((lane, uploaded), (REPLICAS, in_device)):
+            if size:
+                recorder.add_bytes(counter, size)
         reasons = list(self._reasons)
         for copy in copies:
             label = upload_label(self._store.numbered(copy.tag >> 8), reasons[copy.tag & 255])

@@ -88,11 +88,16 @@ class CopyStream:
             return self.inject(self.name)
 
     def copy(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, after: Iterable[StreamEvent] = ()
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        label: str,
+        after: Iterable[StreamEvent] = (),
+        counter: str | None = None,
     ) -> StreamEvent:
-        """Copies (destination, source) pairs after the given events; returns the end event."""
+        """Copies (destination, source) pairs after the given events; returns the end event. The
+        bytes are counted as `counter`, by default as those of this stream."""
         size = sum(source.nbytes for _, source in pairs)
-        self.recorder.add_bytes(self.name, size)
+        self.recorder.add_bytes(counter or self.name, size)
         stream = self.stream
         if stream is None:
             copy = partial(self._copy_on_cpu, pairs, label, size)

@@ -9,7 +9,7 @@ from torch import Tensor
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.store import ExpertStore
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent
-from overspill.transfer.uploader import PieceSizes, Target, Uploader, upload_label
+from overspill.transfer.uploader import REPLICAS, PieceSizes, Target, Uploader, upload_label
 
 
 class _Partial:
@@ -44,6 +44,7 @@ class ThreadUploader(Uploader):
         self._in_flight: deque[tuple[StreamEvent, int]] = deque()
         self._views = slab.unbind()  # a view takes longer to make than a copy to issue
         self._busy = False
+        self._reads_replica = False  # a piece is being issued from a replica
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="overspill-uploader", daemon=True)
         self._thread.start()
@@ -88,6 +89,11 @@ class ThreadUploader(Uploader):
     def wait_idle(self) -> None:
         self._store.wait(self.idle, "pending uploads (uploader thread)")
 
+    def withdraw_replicas(self) -> None:
+        # pieces are issued without the lock, from the source that was found under it
+        what = "a copy from a replica (uploader thread)"
+        self._store.wait(lambda: self._closed or not self._reads_replica, what)
+
     def close(self) -> None:
         with self._store.lock:
             self._closed = True
@@ -111,7 +117,9 @@ class ThreadUploader(Uploader):
         while self._missing and self.is_issued(self._missing[0].entry, self._missing[0].slot):
             self._missing.popleft()
         for target in self._missing:
-            if target.entry.readable and not self.is_issued(target.entry, target.slot):
+            if self._store.replicas.can_upload(target.entry) and not self.is_issued(
+                target.entry, target.slot
+            ):
                 return target
         return None
 
@@ -161,10 +169,13 @@ class ThreadUploader(Uploader):
         partial = self._partial.get(target.slot)
         if partial is None or partial.entry is not entry or partial.version != entry.version:
             partial = self._partial[target.slot] = _Partial(entry)
-        self._store.begin_upload(entry)
+        replica = self._store.replicas.of(entry)
+        self._reads_replica = replica is not None
+        if replica is None:
+            self._store.begin_upload(entry)
         size = self.record_bytes if target.certain else self.piece_bytes
         piece = slice(partial.filled, min(partial.filled + size, self.record_bytes))
-        source = self._store.host(entry, Part.WEIGHTS)
+        source = self._store.host(entry, Part.WEIGHTS) if replica is None else replica
         if piece.stop - piece.start != self.record_bytes:
             source = source[piece]
         # the first piece waits for the last computation that reads the slot
@@ -178,10 +189,14 @@ class ThreadUploader(Uploader):
         destination = self._views[target.slot]
         if source.nbytes != self.record_bytes:
             destination = destination[piece]
+        from_host = not self._reads_replica
         label = upload_label(entry, target.reason)
-        event = self._stream.copy([(destination, source)], label, after=after)
+        counter = self._stream.name if from_host else REPLICAS
+        event = self._stream.copy([(destination, source)], label, after=after, counter=counter)
         with self._store.lock:
-            self._store.end_upload(entry, event)
+            self._reads_replica = False
+            if from_host:
+                self._store.end_upload(entry, event)
             self._partial[target.slot].filled = piece.stop
             if piece.stop == self.record_bytes:
                 del self._partial[target.slot]
@@ -189,7 +204,9 @@ class ThreadUploader(Uploader):
                     slot.entry, slot.version, slot.ready = entry, version, event
                     slot.used = False
                 self._store.wake_main()
-        if entry.disk_slot is not None:
+            elif not from_host:
+                self._store.wake_main()
+        if from_host and entry.disk_slot is not None:
             event.wait()  # the host slot can be reused now, and nothing else would say so
             self._store.upload_done(entry)
         self._in_flight.append((event, source.nbytes))

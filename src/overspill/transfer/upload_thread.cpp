@@ -40,7 +40,8 @@ struct UploadCommand {
     uint64_t to, from;
     void* after;  // an event that must have completed before the slot is written to, or null
     uint64_t number;
-    int64_t tag;  // for the trace
+    int64_t tag;        // for the trace
+    int64_t in_device;  // the source is memory of the device
 };
 
 struct QueuedUpload {
@@ -149,11 +150,11 @@ class UploadThread {
         return wait_for([&] { return queue.empty(); });
     }
 
-    // The traced copies that have ended since the last call, and the bytes that were issued.
+    // The traced copies that have ended since the last call, and the bytes that were issued: from
+    // host memory, and within the device.
     int64_t take_traced(TracedCopy* out, int64_t limit, int64_t* bytes) {
         const PriorityLock priority(*this);
-        *bytes = issued_bytes;
-        issued_bytes = 0;
+        for (int i = 0; i < 2; ++i) bytes[i] = issued_bytes[i], issued_bytes[i] = 0;
         const int64_t count = std::min<int64_t>(limit, traced_copies.size());
         std::copy(traced_copies.begin(), traced_copies.begin() + count, out);
         traced_copies.erase(traced_copies.begin(), traced_copies.begin() + count);
@@ -277,7 +278,7 @@ class UploadThread {
         in_flight.push_back({sequence, bytes, command.tag, 0, tracing});
         bytes_in_flight += bytes;
         traced_in_flight += tracing;
-        issued_bytes += bytes;
+        issued_bytes[command.in_device != 0] += bytes;
         slot.filled += bytes;
         if (slot.filled == record || error) {
             if (!error) {
@@ -310,7 +311,8 @@ class UploadThread {
     uint64_t queue_version = 0;
     std::deque<Piece> in_flight;
     std::vector<TracedCopy> traced_copies;
-    int64_t bytes_in_flight = 0, issued_bytes = 0, expected_limit = 0, certain_limit = 0;
+    int64_t bytes_in_flight = 0, expected_limit = 0, certain_limit = 0;
+    int64_t issued_bytes[2] = {0, 0};
     uint64_t sequence = 0;
     bool tracing = false;
     std::atomic<int> traced_in_flight{0};

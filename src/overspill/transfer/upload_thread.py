@@ -68,6 +68,7 @@ class UploadCommand(ctypes.Structure):
         ("after", ctypes.c_void_p),
         ("number", ctypes.c_uint64),
         ("tag", ctypes.c_int64),
+        ("in_device", ctypes.c_int64),  # the source is a replica
     )
 
 
@@ -221,20 +222,21 @@ class UploadThread:
 
         return _InjectCallback(call)
 
-    def take_traced(self) -> tuple[list[TracedCopy], int]:
-        """The traced pieces and the bytes issued since the last call."""
+    def take_traced(self) -> tuple[list[TracedCopy], int, int]:
+        """The traced pieces, and the bytes issued since the last call: uploads, and copies of
+        replicas."""
         found: list[TracedCopy] = []
-        total, count = 0, _TRACE_BATCH
+        uploaded, in_device, count = 0, 0, _TRACE_BATCH
         if self._is_forked():
-            return found, total
+            return found, uploaded, in_device
         with self._lock:  # `close` must not free the thread meanwhile
             while self._handle is not None and count == _TRACE_BATCH:
-                copies, size = (TracedCopy * _TRACE_BATCH)(), ctypes.c_int64()
-                args = copies, _TRACE_BATCH, ctypes.byref(size)
+                copies, sizes = (TracedCopy * _TRACE_BATCH)(), (ctypes.c_int64 * 2)()
+                args = copies, _TRACE_BATCH, sizes
                 count = self._library.overspill_upload_traced(self._handle, *args)
                 found += copies[:count]
-                total += size.value
-        return found, total
+                uploaded, in_device = uploaded + sizes[0], in_device + sizes[1]
+        return found, uploaded, in_device
 
     def stop(self) -> None:
         """Ends the thread; the trace can still be read."""

@@ -22,6 +22,9 @@ from overspill.tiers.layout import ALIGN
 from overspill.tiers.remote_experts import RemoteExpert
 from overspill.transfer.streams import COMPLETED, StreamEvent
 
+REPLICAS = "replicas"
+"""Counter of the bytes that uploads copy from replicas, within the device."""
+
 
 class Target(NamedTuple):
     """An expert and the slot it belongs in."""
@@ -98,6 +101,11 @@ class Uploader(abc.ABC):
     @abc.abstractmethod
     def wait_idle(self) -> None:
         """Blocks until every upload that is possible now was issued."""
+
+    @abc.abstractmethod
+    def withdraw_replicas(self) -> None:
+        """Blocks until nothing is issued any more from replicas that are no longer lent: what is
+        left of their uploads comes from host memory."""
 
     @abc.abstractmethod
     def close(self) -> None:

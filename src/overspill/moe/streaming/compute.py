@@ -284,6 +284,13 @@ class StreamingCompute(ExpertCompute):
         if self._cpu is not None:
             self._cpu.wait_idle()
 
+    def wait_for_uploads(self, stream: torch.cuda.Stream | None) -> None:
+        """Makes a stream wait for all uploads that have begun; without one, the caller."""
+        if stream is None or self._upload_stream.stream is None:
+            self._upload_stream.synchronize()
+        else:
+            stream.wait_stream(self._upload_stream.stream)
+
     def end_cpu_job(self) -> None:
         """Blocks until the CPU computes nothing, whatever has failed."""
         if self._cpu is not None:

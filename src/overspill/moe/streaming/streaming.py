@@ -1,7 +1,7 @@
 """Everything that streams experts: GPU slots and their uploads, gradients and updates, the disk."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -18,6 +18,7 @@ from overspill.moe.streaming.cpu_split import RowLimits
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
+from overspill.tiers.replicas import Replica
 from overspill.tiers.shared_experts import SharedExperts
 from overspill.tiers.slab import Progress, device_slab
 from overspill.tiers.store import ExpertStore
@@ -110,7 +111,9 @@ class Streaming:
             yield from self.gradients.waiting()
         for layer, position, states in self.compute.cursor.needed(self._updates_at_once()):
             parts = Part.WEIGHTS | Part.STATES if states else Part.WEIGHTS
-            yield self._store.at(layer, position), parts
+            entry = self._store.at(layer, position)
+            if states or self._store.replicas.of(entry) is None:
+                yield entry, parts
 
     def set_settings(self, settings: Settings) -> None:
         """While nothing is being computed or transferred."""
@@ -119,6 +122,14 @@ class Streaming:
         self.compute.set_settings(settings)  # first: it may refuse them
         if self.gradients is not None:
             self.gradients.set_settings(settings)
+
+    def lend(self, replicas: Mapping[int, Replica]) -> None:
+        """Lets uploads read these replicas in place of host memory, and no others from now on."""
+        with self._store.lock:
+            self._store.replicas.lent = replicas
+            self._store.wake_uploader()  # experts on disk may have one
+        self.compute.uploader.withdraw_replicas()
+        self._store.request_transfers()
 
     def stop_uploads(self) -> None:
         """Uploads that were not issued are dropped; the next pass asks for what it needs."""

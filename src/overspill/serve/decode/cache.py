@@ -6,7 +6,8 @@ and a copy is used by the steps that begin after it has arrived.
 
 import sys
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask, Policy
 from overspill.serve.decode.table import ExpertTable
+from overspill.tiers.replicas import Replica
 from overspill.transfer.driver import copy_on
 
 _CHUNK = 1 << 28
@@ -34,11 +36,19 @@ class _Upload(NamedTuple):
     slot: int
 
 
+class _Copied(NamedTuple):
+    """An upload, and of which weights: the number and the version of the expert's entry."""
+
+    upload: _Upload
+    number: int
+    version: int
+
+
 class _Copies:
     """Uploads that are being made."""
 
     def __init__(self) -> None:
-        self.uploads: list[_Upload] = []
+        self.uploads: list[_Copied] = []
         self.end: torch.cuda.Event | None = None
         self.ended = False
 
@@ -87,6 +97,9 @@ class ExpertCache:
         self._slots_LE = np.full((engine.n_layers, engine.n_experts), -1)
         self._planned: list[_Upload] = []
         self._uploading: deque[_Copies] = deque()
+        self._replicas: dict[int, Replica] = {}  # copies in slots, by the numbers of their entries
+        self._numbers: dict[Key, int] = {}
+        self._was_lent = False
         self._moving: set[Key] = set()  # experts whose upload is planned or runs
         self._steps: deque[_Step] = deque()
         self._spare: list[_Routing] = []  # pinned memory, which steps use again
@@ -102,9 +115,9 @@ class ExpertCache:
                 self._extend(min(self._chunk, n_slots - self._n_slots))
 
     def _extend(self, count: int) -> None:
-        numel, dtype = self._engine.layout.stored
+        size = count, self._engine.layout.weight_bytes
         with torch.inference_mode(False):
-            slab = torch.empty(count, numel, dtype=dtype, device=self._engine.device)
+            slab = torch.empty(size, dtype=torch.uint8, device=self._engine.device)
         self._slabs.append(slab)
         self._free += range(self._n_slots, self._n_slots + count)
         self._n_slots += count
@@ -121,8 +134,11 @@ class ExpertCache:
     def nbytes(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
 
-    def _memory(self, slot: int) -> Tensor:
+    def _record(self, slot: int) -> Tensor:
         return self._slabs[slot // self._chunk][slot % self._chunk]
+
+    def _address(self, slot: int) -> int:
+        return self._record(slot).data_ptr()
 
     def shrink(self) -> bool:
         """Gives the memory of some slots back, when nothing is computed; False if there are none
@@ -132,7 +148,7 @@ class ExpertCache:
             return False
         self._n_slots -= len(self._slabs[-1])
         for layer, expert in np.argwhere(self._slots_LE >= self._n_slots).tolist():
-            self._slots_LE[layer, expert] = -1
+            self._forget((layer, expert))
             self._table.set(layer, expert, None)
         self._table.apply()
         self._slabs.pop()
@@ -142,6 +158,7 @@ class ExpertCache:
     def close(self) -> None:
         """Gives all memory back; no step follows."""
         self._wait()
+        self._replicas.clear()
         self._slabs.clear()
 
     def __del__(self) -> None:
@@ -153,9 +170,24 @@ class ExpertCache:
         """Until every upload has ended."""
         self._cancel(self._planned)
         self._planned = []
+        self._wait_for_reads()
         if self._stream is not None:
             torch.cuda.synchronize(self._engine.device)
         self._collect()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Within it, passes of the model copy experts from here instead of uploading them."""
+        self._collect()
+        self._was_lent = True
+        with self._engine.addresses.lent(self._replicas):
+            yield
+
+    def _wait_for_reads(self) -> None:
+        """No slot is written to before copies out of it have ended."""
+        if self._was_lent:
+            self._engine.addresses.wait_for_uploads(self._stream)
+            self._was_lent = False
 
     def follow_moves(self, addresses: list[list[int | None]], keep: bool = True) -> None:
         """Experts have moved to these addresses of the device, or away: those that live there need
@@ -165,10 +197,10 @@ class ExpertCache:
             for expert, address in enumerate(row):
                 slot = int(self._slots_LE[layer, expert])
                 if slot >= 0 and address is None and keep:
-                    address = self._memory(slot).data_ptr()
+                    address = self._address(slot)
                 elif slot >= 0:
                     self._free.append(slot)
-                    self._slots_LE[layer, expert] = -1
+                    self._forget((layer, expert))
                 self._table.set(layer, expert, address)
 
     def before_step(self) -> None:
@@ -204,10 +236,17 @@ class ExpertCache:
     def _collect(self) -> None:
         """Steps may use what has been uploaded."""
         while self._uploading and self._uploading[0].done():
-            for key, slot in self._uploading.popleft().uploads:
+            for (key, slot), number, version in self._uploading.popleft().uploads:
                 self._moving.discard(key)
                 self._slots_LE[key] = slot
-                self._table.set(*key, self._memory(slot).data_ptr())
+                self._table.set(*key, self._address(slot))
+                self._numbers[key] = number
+                self._replicas[number] = Replica(self._record(slot), version)
+
+    def _forget(self, key: Key) -> None:
+        """The expert is in no slot any more."""
+        self._slots_LE[key] = -1
+        self._replicas.pop(self._numbers.pop(key), None)
 
     def _learn(self, step: _Step) -> None:
         """Plans uploads of experts that a step has missed, those with the highest scores first."""
@@ -246,7 +285,7 @@ class ExpertCache:
         layer, expert = divmod(int(cached[lowest]), self._slots_LE.shape[1])
         key = layer + self._first, expert
         slot = int(self._slots_LE[key])
-        self._slots_LE[key] = -1
+        self._forget(key)
         self._table.set(*key, None)
         return slot
 
@@ -259,7 +298,8 @@ class ExpertCache:
             copies.ended = True  # what has begun ends before the slots are used again
             self._cancel(planned)
             raise
-        self._cancel([upload for upload in planned if upload not in copies.uploads])
+        copied = {each.upload for each in copies.uploads}
+        self._cancel([upload for upload in planned if upload not in copied])
         self._uploading.append(copies)
 
     def _cancel(self, uploads: list[_Upload]) -> None:
@@ -270,6 +310,7 @@ class ExpertCache:
     def _copy(self, planned: list[_Upload], copies: _Copies) -> None:
         """Begins to copy experts to their slots, without those that are on disk by now."""
         engine, inject = self._engine, self._engine.settings.inject
+        self._wait_for_reads()
         if self._stream is not None:
             # steps that have begun may read what was in these slots; later ones do not find it
             self._stream.wait_stream(torch.cuda.current_stream(engine.device))
@@ -279,11 +320,12 @@ class ExpertCache:
             source = engine.addresses.host_weights(*upload.key, copies)
             if source is None:
                 continue
+            memory = engine.layout.weights(self._record(upload.slot))
             if self._stream is None:
-                self._memory(upload.slot).copy_(source)
+                memory.copy_(source)
             else:
-                copy_on(self._stream, self._memory(upload.slot), source)
-            copies.uploads.append(upload)
+                copy_on(self._stream, memory, source)
+            copies.uploads.append(_Copied(upload, *engine.addresses.version(*upload.key)))
         if self._stream is None:
             copies.ended = True
         else:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -289,6 +289,13 @@ class Decode:
         if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
         self._missing.wait_released()
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Around a pass of the model's modules, which may read copies of experts on the device."""
+        self.wait()
+        if self._experts is None or not self._engine.settings.prompt_replicas:
+            return nullcontext()
+        return self._experts.lent()
 
     def give_memory(self) -> bool:
         """Makes GPU memory free for a prompt; False if there is none to give."""
