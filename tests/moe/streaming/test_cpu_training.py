@@ -202,7 +202,7 @@ def test_forwards_know_what_the_cores_owe_to_the_optimizer(tmp_path: Path) -> No
             seconds = [streaming.seconds(layer, Phase.FORWARD, False) / each for layer in range(3)]
         gate.set()
         optimizer.zero_grad()
-    assert seconds == [5, 7.5, 15]
+    assert seconds == pytest.approx([5, 7.5, 15])
 
 
 def test_bf16_is_as_near_to_float32_as_without_cpu_experts(tmp_path: Path) -> None:
