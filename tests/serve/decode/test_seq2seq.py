@@ -14,7 +14,7 @@ from torch import Tensor
 from overspill import Settings
 from overspill.moe.predictor import Predictor
 from overspill.serve.blocks import BlockPool
-from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.cpu_experts import CpuExperts
 from overspill.serve.decode.modes import Ahead, PreGated
 from overspill.serve.options import DecodingOptions
 from overspill.serve.request import Request
@@ -119,9 +119,9 @@ def test_a_learned_predictor_names_experts_of_the_decoder(
     learned: list[range] = []
     compared: list[int] = []
     named: list[tuple[int, Tensor]] = []
-    begin, learn = HostExperts.begin, Predictor.learn
+    begin, learn = CpuExperts.begin, Predictor.learn
 
-    def noted(missing: HostExperts, ahead: Ahead, real_B: Tensor) -> None:
+    def noted(missing: CpuExperts, ahead: Ahead, real_B: Tensor) -> None:
         assert ahead.ids_BK is not None
         named.append((ahead.layer, ahead.ids_BK.clone()))
         begin(missing, ahead, real_B)
@@ -136,7 +136,7 @@ def test_a_learned_predictor_names_experts_of_the_decoder(
         named.clear()
         learn(own, first, x_LND, ids_LNK)
 
-    monkeypatch.setattr(HostExperts, "begin", noted)
+    monkeypatch.setattr(CpuExperts, "begin", noted)
     monkeypatch.setattr(Predictor, "learn", watched)
     plain = plain_model(name, **DEEP[name], **FEW_HEADS[name])
     with decoding(plain, tmp_path, "host", mode="lookahead", predictor="learned", n=1) as made:

@@ -1,81 +1,39 @@
-"""What a decoding step needs of experts that are not on the device."""
+"""The interface of experts that a decoding step does not find in GPU memory."""
 
 from typing import Protocol
 
 from torch import Tensor
 
-from overspill.compute.decode.host import HostRows, Request
-from overspill.compute.decode.routing import Link
+from overspill.compute.decode.routing import Routed
 from overspill.compute.misses import MissBuffers
 from overspill.serve.decode.modes import Ahead
-from overspill.trace.spans import Span
 
 
 class MissingExperts(Protocol):
-    """Computes them on the CPU, or lets the device read them."""
+    """Experts in host memory or on disk: the CPU computes them, or the GPU reads them."""
 
     @property
     def buffers(self) -> MissBuffers | None:
-        """Where they are listed for the CPU."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether a step finds enough host slots."""
-
-    @property
-    def free_slots(self) -> int | None:
-        """Host slots that experts on disk share and no step needs, until experts move; None: no
-        expert is there."""
-
-    @property
-    def most_bytes(self) -> int:
-        """Memory of the device that steps may need for them."""
-
-    @property
-    def n_misses(self) -> int:
-        """Those that the CPU has computed."""
-
-    def link(self, layer: int, n_rows: int) -> Link | None:
-        """Those of a layer that the device reads where they are in host memory."""
-
-    def follows(self, n_rows: int) -> bool:
-        """Whether `begin` does anything in a step of so many token rows."""
-
-    def begin(self, ahead: Ahead, real_B: Tensor) -> None:
-        """A later layer needs these experts."""
-
-    def staged(self, layer: int) -> Tensor | None:
-        """Where those of a layer are on the device that were copied after `begin`."""
-
-    def abort(self) -> None:
-        """The step has failed before all of it was on the stream."""
-
-    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
-        """Tells the CPU that the token rows and the missing experts of a layer are listed."""
-
-    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
-        """What the CPU computes of them."""
+        """Memory in which steps list missing experts for the CPU; None if the GPU reads them."""
 
     def update(self) -> None:
-        """Follows experts that have moved."""
+        """Follow experts that have moved."""
 
-    def resume(self) -> None:
-        """A step follows."""
+    def follows(self, n_rows: int) -> bool:
+        """Return whether `begin` has an effect in a step with this number of token rows."""
 
-    def launched(self) -> None:
-        """The step is on the current stream."""
+    def begin(self, ahead: Ahead, real_B: Tensor) -> None:
+        """Begin to load experts of a later layer."""
 
-    def check(self) -> None:
-        """Raises what failed in a step that has ended."""
+    def needs_look_up(self, n_rows: int) -> bool:
+        """Return whether `look_up` is needed in a step with this number of token rows, after the
+        kernel that chooses experts and finds those in GPU memory."""
 
-    def pause(self) -> None:
-        """No step follows for a while."""
-
-    def wait_released(self) -> None:
-        """Until no step that has ended keeps host slots."""
-
-    def take_spans(self) -> list[Span]:
-        """When the CPU computed experts, since the last call."""
+    def look_up(
+        self, layer: int, ids_BK: Tensor, weights_BK: Tensor, real_B: Tensor, x_BD: Tensor
+    ) -> Routed:
+        """Find the chosen experts of a layer, in GPU memory or outside, and list those that the CPU
+        computes."""
 
     def close(self) -> None:
-        """When no step is on the device."""
+        """Free memory and threads, when no step is on the device."""
