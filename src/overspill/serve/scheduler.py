@@ -1,4 +1,4 @@
-"""Which tokens are computed next: requests join and leave between two batches."""
+"""The choice of the tokens of a batch: requests join and leave between two batches."""
 
 import itertools
 from collections import deque
@@ -10,7 +10,7 @@ from overspill.serve.request import Request
 
 
 class Work(NamedTuple):
-    """The next tokens of a request, those of its source first."""
+    """Next tokens of a request that a batch computes, the tokens of its source first."""
 
     request: Request
     n_tokens: int
@@ -22,16 +22,18 @@ class Work(NamedTuple):
 
 
 def prompt_tokens(batch: Sequence[Work]) -> int:
-    """The tokens of prompts in a batch that has not been recorded yet."""
+    """Return the number of prompt tokens in a batch that has not been recorded yet."""
     return sum(count for request, count in batch if request.pending > 1)
 
 
 class Scheduler:
-    """Requests that wait, and those that run. A running request that has its next token computes
-    one row; the rest of a batch goes to prompts, in order of arrival, in pieces if they are long:
-    running requests continue meanwhile. Half of a batch is for short prompts that are complete with
-    it, so they do not wait for a long one. If there are no blocks left, the request that came last
-    gives its own back and is computed again later."""
+    """Waiting and running requests, and the choice of the next batch.
+
+    A running request that has its next token computes one row. The rest of a batch goes to prompts,
+    in order of arrival, in pieces if they are long: running requests continue meanwhile. Half of a
+    batch is for short prompts that are complete with it, so they do not wait for a long one. If
+    there are no blocks left, the request that came last gives its blocks back and is computed again
+    later."""
 
     def __init__(
         self,
@@ -42,8 +44,8 @@ class Scheduler:
         singly: bool = False,
     ) -> None:
         """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
-        `split` a prompt is computed at once, and `chunk` must have room for the longest. `singly`:
-        an answer that is computed again is computed token by token, as the first time."""
+        `split` a prompt is computed at once, and `chunk` must have room for the longest. With
+        `singly`, an answer that is computed again is computed token by token, as the first time."""
         self.pool = pool
         self._singly = singly
         self.chunk = chunk
@@ -56,7 +58,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """A request has ended, or is not wanted any more; no-op if it is not here."""
+        """Remove a request that has ended or was cancelled; no-op if it is not here."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -64,8 +66,7 @@ class Scheduler:
         self._free(request)
 
     def restart(self) -> None:
-        """All that was computed is void: requests that run are computed again, from their first
-        token on."""
+        """Compute running requests again from their first token on: no result is valid any more."""
         for request in reversed(self.running.copy()):
             self._put_back(request)
         self.pool.forget()
@@ -106,7 +107,8 @@ class Scheduler:
         return batch
 
     def _short_prompts(self) -> list[Request]:
-        """Prompts that fit completely into half of a batch, beside the one that came first."""
+        """Return the prompts that fit completely into half of a batch, without the one that came
+        first."""
         prompts = [each for each in self.running if each.pending > 1]
         prompts += itertools.islice(self.waiting, self._max_batch)
         short, left = [], self.chunk // 2
@@ -117,13 +119,13 @@ class Scheduler:
         return short
 
     def _begin(self, request: Request, left: int, kept: int) -> int:
-        """Lets a request that waits run, and returns how many of its tokens are computed; 0 if
-        there is no room for it."""
+        """Let a waiting request run; return how many of its tokens are computed, 0 if there is no
+        room for it."""
         if left <= kept and not request.source:
             return 0
         request.blocks = self.pool.share(request.tokens)
         request.computed = len(request.blocks) * self.pool.size
-        if self.pool.checkpoints is not None:
+        if self.pool.needs_checkpoints:
             request.known = len(self.pool.find(request.tokens)) * self.pool.size
             if request.blocks:
                 request.beginning = self.pool.states(request.blocks[-1])
@@ -151,9 +153,9 @@ class Scheduler:
         return bool(self.waiting) and len(self.running) < self._max_batch
 
     def _part(self, request: Request, left: int, kept: int) -> int:
-        """How many tokens of a request are computed if there is room for `left`, of which `kept`
-        are for others. Without `split` an answer that is computed again is computed as before,
-        token by token. A source is computed at once, if need be alone."""
+        """Return how many tokens of a request are computed if there is room for `left`, of which
+        `kept` are for others. Without `split` an answer that is computed again is computed as
+        before, token by token. A source is computed at once, if need be alone."""
         if request.pending_source:
             least = request.pending_source + 1
             if least > left and left < self.chunk:
@@ -167,7 +169,7 @@ class Scheduler:
         return whole if whole <= left else 0
 
     def computed(self, work: Work) -> None:
-        """The keys and values of these tokens are in the cache."""
+        """Record that the keys and values of these tokens are in the cache."""
         request, size = work.request, self.pool.size
         full = request.computed // size
         request.computed += work.n_new
@@ -179,11 +181,11 @@ class Scheduler:
             self._keep(request, number)
 
     def _keep(self, request: Request, number: int) -> None:
-        """A block of a request is full: its checkpoint, if the pass has made one. That of an answer
-        takes the place of the one before it."""
+        """Keep the checkpoint of a full block, if the pass has made one. In an answer it replaces
+        the checkpoint before it."""
         size = self.pool.size
         states = request.checkpoints.pop((number + 1) * size, None)
-        if states is None or self.pool.checkpoints is None:
+        if states is None or not self.pool.needs_checkpoints:
             return
         self.pool.keep(request.blocks[number], states)
         earlier = number - self.pool.checkpoints.answer_blocks
@@ -191,7 +193,8 @@ class Scheduler:
             self.pool.drop(request.blocks[earlier])
 
     def reserve_next(self, requests: Sequence[Request]) -> bool:
-        """Blocks for the token after the one that is being computed, if there are enough."""
+        """Take blocks for the token after the one that is being computed; return False, and take
+        none, if there are not enough."""
         missing = [self._missing(request, 2) for request in requests]
         if sum(missing) > self.pool.n_free:
             return False
@@ -200,7 +203,8 @@ class Scheduler:
         return True
 
     def _missing(self, request: Request, count: int) -> int:
-        """Blocks that a request needs for so many more tokens, those of its source first."""
+        """Return how many blocks a request needs for `count` more tokens, those of its source
+        first."""
         after = count - request.pending_source
         own = -(-(request.computed + after) // self.pool.size) - len(request.blocks)
         return own + self._missing_source(request)
@@ -212,7 +216,8 @@ class Scheduler:
         return self._missing(request, count) <= self.pool.n_free
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Blocks for so many more tokens; False if the request had to give its own back."""
+        """Take blocks for `count` more tokens; return False if the request had to give its own
+        back."""
         if request not in self.running:
             return False
         while not self._has_room(request, count):
@@ -245,7 +250,7 @@ class Scheduler:
 
 
 def _take_out(requests: list[Request], request: Request) -> int:
-    """The pending tokens of a request, if it was in the list."""
+    """Remove a request from a list; return its pending tokens, 0 if it was not there."""
     if request not in requests:
         return 0
     requests.remove(request)

@@ -1,4 +1,4 @@
-"""Counts of what was served."""
+"""Counters of requests and tokens."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ from overspill.serve.scheduler import Work
 
 
 class Stats:
-    """Counters of requests and tokens so far."""
+    """Counters of requests and tokens since the start."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -18,7 +18,7 @@ class Stats:
         self.waits: deque[float] = deque(maxlen=1000)  # until the first token, the last ones
 
     def count(self, batch: list[Work], seconds: float) -> None:
-        """Called before the tokens of the batch are counted as computed."""
+        """Count the tokens of a batch, before they are counted as computed."""
         new = [request.computed >= request.prompt_tokens for request, _ in batch]
         self.prompt_tokens += sum(
             work.request.pending_source
@@ -31,6 +31,7 @@ class Stats:
             self.decode_tokens += len(batch)
 
     def finish(self, request: Request) -> None:
+        """Count a request that has ended."""
         self.requests += 1
         self.new_tokens += len(request.new_tokens)
         if request.first_token_at is not None:

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from tests.models.huggingface.oracle import offloaded
 from tests.serve.models import PROMPTS
 from tests.serve.requests import make_request
 
+if TYPE_CHECKING:
+    from overspill.serve.fused_runner import FusedRunner
+
 INTERPRETED = [
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -40,6 +43,13 @@ GATED = GPTConfig(
 BLOCKS, SIZE = 20, 16
 
 
+def fused_runner(*args: Any) -> "FusedRunner":
+    """A runner whose import needs Triton."""
+    from overspill.serve.fused_runner import FusedRunner
+
+    return FusedRunner(*args)
+
+
 class Decoding:
     """Requests of an offloaded model, which get the likeliest tokens of the plain one."""
 
@@ -55,7 +65,7 @@ class Decoding:
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
         decoding = DecodingOptions(slots=slots, mode=mode, **options)
-        self.runner = PagedRunner(model, CPU, *limits, True, decoding)
+        self.runner = fused_runner(model, CPU, *limits, decoding)
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:

@@ -66,7 +66,7 @@ class ModuleStep:
         self._first = 0 if seq2seq is None else seq2seq.encoder_layers
         self._announced: dict[int, Tensor] = {}  # experts of later layers
         self._biases: dict[RelativeBias, Tensor] = {}  # by distance
-        self._batch: Batch | None = None
+        self._batch: Batch  # of the current step
         self._ids: Tensor | None = None
 
     def __call__(self, batch: Batch) -> Computed:
@@ -93,14 +93,12 @@ class ModuleStep:
 
     @property
     def positions(self) -> Tensor:
-        assert self._batch is not None
         return self._batch.positions
 
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
         batch, size = self._batch, self._cache.block_size
-        assert batch is not None
         keys, values = memory = self._cache.memory(layer, k_Tkd, v_Tkd)
         if options.keys is Keys.SOURCE:
             assert batch.sources is not None
@@ -119,19 +117,16 @@ class ModuleStep:
         return y.view(*q_Thd.shape[:2], -1)
 
     def _slots(self, batch: Batch) -> Tensor:
-        """The slot of each token."""
-        size, rows = (
-            self._cache.block_size,
-            torch.arange(len(batch.tokens), device=batch.tokens.device),
-        )
+        """Return the slot of each token in the cache of keys and values."""
+        size = self._cache.block_size
+        rows = torch.arange(len(batch.tokens), device=batch.tokens.device)
         blocks = batch.blocks[rows, batch.positions // size]
         return blocks * size + batch.positions % size
 
     def choose(self, indexer: Indexer) -> tuple[Tensor, Tensor, int] | None:
-        """For each sequence the place of the last one of its slots that it sees, and these slots,
-        as blocks of one; None if they see all."""
+        """Return for each sequence the index of the last of its slots that it sees, its slots, and
+        1, as for blocks of one slot; None if sequences see all slots."""
         batch, size = self._batch, self._cache.block_size
-        assert batch is not None
         own_B = self._slots(batch)
         every_BL = batch.blocks[..., None] * size + torch.arange(size, device=own_B.device)
         every_BL = every_BL.flatten(1)
@@ -156,7 +151,7 @@ class ModuleStep:
         return batch.positions.clamp(max=indexer.most - 1), chosen_BK, 1
 
     def _bias(self, bias: RelativeBias | TokenBias | None) -> Tensor | None:
-        """All layers have the same one, or each token has its own."""
+        """Return the bias by distance: one that all layers share, or that of each token."""
         if bias is None:
             return None
         if isinstance(bias, TokenBias):
@@ -173,7 +168,6 @@ class ModuleStep:
         weights_TK: Tensor,
     ) -> Tensor:
         batch, layer = self._batch, placeholder.layer
-        assert batch is not None
         if self._ids is None:
             shape = placeholder.engine.n_layers - self._first, *expert_ids_TK.shape
             self._ids = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
@@ -197,13 +191,13 @@ class ModuleStep:
         self._announced[placeholder.layer] = ids_TK.to(torch.int32)
 
     def known(self, layer: int) -> Tensor | None:
-        assert self._batch is not None
+        """Return the ids of experts that a pre-gate has chosen already."""
         if self._batch.ids is not None:  # the pre-gates do not choose
             return self._batch.ids[layer - self._first]
         return self._announced.get(layer)
 
     def guess(self, layer: int) -> Tensor | None:
-        assert self._batch is not None
+        """Return the ids that the predictor names for the input of the layer before."""
         if not self._experts.follows(len(self._batch.tokens)):
             return None
         if self._batch.ids is not None:  # the routers do not choose
