@@ -48,7 +48,8 @@ class Worker:
     """Child processes that compile, one for each connection."""
 
     def __init__(self, control: socket.socket, seconds: int, memory: int) -> None:
-        """`control` receives connections. Limits of a child: `seconds` of CPU time, `memory` bytes."""
+        """`control` receives connections. A child may use `seconds` of the CPU and `memory`
+        bytes."""
         self._control = control
         self._limits = seconds, memory
         self._poll = select.poll()

@@ -39,9 +39,11 @@ class Metrics:
         registry.register(_Engine(read_stats))
 
     def count_request(self, path: str, status: int) -> None:
+        """Count a request by its path and its status."""
         self._requests.labels(path, str(status)).inc()
 
     def count_answers(self, answers: Answers) -> None:
+        """Record the times of answers that have ended."""
         if answers.disconnected:
             self._cancelled.inc()
         for times in answers.times:
@@ -51,6 +53,7 @@ class Metrics:
                     self._token.observe((times.last - times.first) / (times.tokens - 1))
 
     def text(self) -> bytes:
+        """Return all figures in the text format of Prometheus."""
         return generate_latest(self._registry)
 
 
