@@ -129,7 +129,7 @@ def _slots(used: Sequence[int], count: int, block_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenKeys:
     """Positions of the keys that an indexer has chosen for each token of a batch; None for
     sequences whose tokens see all tokens before them."""
 
@@ -180,7 +180,10 @@ class PagedCache:
             values[written] = v_Tkd
         reads = layout.sources if across else layout.own
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
-        single, chosen = reads.single, options.chosen or Chosen(None, [None] * len(reads.several))
+        single, chosen = (
+            reads.single,
+            options.chosen or ChosenKeys(None, [None] * len(reads.several)),
+        )
         if len(single.rows):
             read, last = single.read, single.positions
             if chosen.single_NK is not None:
@@ -204,7 +207,7 @@ class PagedCache:
             out[rows] = y[0].transpose(0, 1)
         return out
 
-    def choose(self, indexer: Indexer) -> Chosen:
+    def choose(self, indexer: Indexer) -> ChosenKeys:
         layout, most = self._layout, indexer.most
         single_NK, single = None, layout.own.single
         if len(single.rows):
@@ -222,7 +225,7 @@ class PagedCache:
         several_TK = []
         for rows, slots in layout.own.several:
             several_TK.append(self._choose_for_several(indexer, rows, slots))
-        return Chosen(single_NK, several_TK)
+        return ChosenKeys(single_NK, several_TK)
 
     def _choose_for_several(self, indexer: Indexer, rows: slice, slots: Tensor) -> Tensor | None:
         """Return the chosen positions for tokens of one sequence, in parts whose scores take at

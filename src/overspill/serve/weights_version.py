@@ -13,7 +13,7 @@ from overspill.moe.placeholder import ExpertPlaceholder
 
 
 class WeightsVersion:
-    """Version of all weights of a model: keys and values of another version are wrong.
+    """Version of all weights of a model: keys and values of an earlier version are out of date.
 
     Experts change through the engine, which counts changes. Dense weights and buffers are ordinary
     tensors, whose versions count changes in place. Fused optimizers do not change these versions,

@@ -6,6 +6,7 @@ copies them, and reads other experts when it needs them. The setting `migrate` d
 default the mode does.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,63 +40,42 @@ class Routings(Protocol):
         them."""
 
 
-class Mode(Protocol):
+class Mode(ABC):
     """Choice of the experts that are loaded ahead, and of the processor for missing experts."""
 
-    on_cpu: bool
-    """Whether the CPU computes missing experts; otherwise the device reads them in host memory."""
-    copies_all: bool
+    copies_all = False
     """Whether all experts of a layer are copied at once."""
 
+    def __init__(self, on_cpu: bool) -> None:
+        """With `on_cpu` the CPU computes missing experts; otherwise the device reads them in host
+        memory."""
+        self.on_cpu = on_cpu
+
+    @abstractmethod
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         """Return the experts that are copied to the device, loaded or read from disk while `layer`
         computes."""
 
 
-class Auto:
-    """Names the experts that pre-gates have chosen: others are not known well enough."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
-
-    def ahead(self, layer: int, routings: Routings) -> Ahead | None:
-        return PreGated(self.on_cpu).ahead(layer, routings) if routings.level else None
-
-
-class OnDemand:
+class OnDemand(Mode):
     """Names no experts: they are computed or read when the gate has chosen them."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         return None
 
 
-class PrefetchAll:
+class PrefetchAll(Mode):
     """Names all experts of the next layer."""
 
     copies_all = True
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         return Ahead(layer + 1, None) if layer + 1 < routings.n_layers else None
 
 
-class Lookahead:
+class Lookahead(Mode):
     """Names the experts that the gate of the next layer would choose for the input of this one, or
     that the popularity predictor names. Other experts are computed or read on demand."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         later = layer + 1
@@ -107,13 +87,8 @@ class Lookahead:
         return None if ids is None else Ahead(later, ids)
 
 
-class PreGated:
+class PreGated(Mode):
     """Names the experts that the pre-gates of this layer have chosen for a later one."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         later = layer + routings.level
@@ -123,7 +98,15 @@ class PreGated:
         return None if ids is None else Ahead(later, ids)
 
 
-_MODES: dict[str, type[Auto | OnDemand | PrefetchAll | Lookahead | PreGated]] = {
+class Auto(PreGated):
+    """Names the experts that pre-gates have chosen, if the model has pre-gates: others are not
+    known well enough."""
+
+    def ahead(self, layer: int, routings: Routings) -> Ahead | None:
+        return super().ahead(layer, routings) if routings.level else None
+
+
+_MODES: dict[str, type[Mode]] = {
     "auto": Auto,
     "gpu-only": Auto,  # nothing is missing
     "on-demand": OnDemand,
