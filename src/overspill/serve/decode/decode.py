@@ -25,13 +25,12 @@ from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.cpu_experts import CpuExperts
 from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
 from overspill.serve.decode.linked_experts import LinkedExperts
-from overspill.serve.decode.missing import MissingExperts
 from overspill.serve.decode.modes import new_mode
 from overspill.serve.decode.module_step import ModuleStep, can_step
 from overspill.serve.decode.rates import read_rates
 from overspill.serve.decode.seq2seq import read_seq2seq_decoder
 from overspill.serve.decode.step import Batch, Computed, DecodeStep
-from overspill.serve.decode.step_experts import StepExperts
+from overspill.serve.decode.step_experts import MissingExperts, StepExperts
 from overspill.serve.decode.step_observer import StepObserver
 from overspill.serve.decode.structure import read_decoder
 from overspill.serve.decode.table import ExpertTable
@@ -260,10 +259,8 @@ class Decode:
             _log.info("%s while experts are not on the GPU: %s", _MODULES, error)
             return False
         self._n_moves = -1
-        cpu, most_bytes = (
-            (None, missing.most_bytes) if isinstance(missing, LinkedExperts) else (missing, 0)
-        )
-        slots = self._count_slots(most_bytes)
+        cpu = missing if isinstance(missing, CpuExperts) else None
+        slots = self._count_slots(0 if isinstance(missing, CpuExperts) else missing.most_bytes)
         policy = self._policy(self._engine.n_layers - self._first, self._engine.n_experts)
         cache = ExpertCache(self._engine, self._table, slots, policy, first=self._first)
         self._off_gpu = _OffGpu(missing, cache, cpu)
