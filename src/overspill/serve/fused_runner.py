@@ -86,13 +86,10 @@ class FusedRunner(PagedRunner):
             numbers = [span.slot for span in slots.begin(parts)]
         spans = [span_of(part, number) for part, number in zip(parts, numbers, strict=True)]
         computed = self._decode.run(tokens, spans, draws)
-        if computed is None:
-            if slots is not None:
-                slots.unchanged(parts)
-            return None
         if slots is not None:
-            slots.end(parts)
-            slots.copy_states(parts)
+            slots.end_step(parts, done=computed is not None)
+        if computed is None:
+            return None
         self.chosen = computed.chosen
         return computed.logits_BV
 

@@ -320,14 +320,13 @@ def _attend_causally(
             return y_1hTd
     heads, n_queries, n_keys = q_1hTd.shape[1], q_1hTd.shape[2], k_1kLd.shape[2]
     before = n_keys - n_queries
-    seen = n_keys if options.window is None else min(n_keys, 2 * options.window)
-    size = max(1, _SCORES // (4 * heads * seen))
-    if options.window is not None:
-        size = min(size, options.window)
+    window = n_keys if options.window is None else options.window
+    seen = min(n_keys, 2 * window)
+    size = min(max(1, _SCORES // (4 * heads * seen)), window)
     found = []
     for start in range(0, n_queries, size):
         stop = min(start + size, n_queries)
-        first = 0 if options.window is None else max(0, before + start + 1 - options.window)
+        first = max(0, before + start + 1 - window)
         keys = slice(first, before + stop)
         positions = torch.arange(before + start, before + stop, device=q_1hTd.device) - first
         q, k, v = q_1hTd[:, :, start:stop], k_1kLd[:, :, keys], v_1kLd[:, :, keys]

@@ -61,11 +61,19 @@ class StateSlots:
 
     def end_pass(self, parts: Sequence[Part], keep: bool) -> None:
         """Record a pass of the model's modules, and give its copies to the requests."""
-        self.end(parts)
+        self._end(parts)
         if keep:
-            self.copy_states(parts)
+            self._copy_states(parts)
             for part, made in zip(parts, self._copies, strict=True):
                 part.request.checkpoints |= made
+
+    def end_step(self, parts: Sequence[Part], done: bool) -> None:
+        """Record a decoding step after `begin`; `done` is False if it was not computed."""
+        if done:
+            self._end(parts)
+            self._copy_states(parts)
+        else:
+            self._seen.update({request: before for request, before, _ in parts})
 
     def _new_copies(self, part: Part) -> dict[int, States]:
         """Return places for the copies of a piece of a prompt: after its last full block, and after
@@ -79,7 +87,7 @@ class StateSlots:
         wanted = full // size * size, part.request.known
         return {seen: {} for seen in wanted if part.before < seen <= end}
 
-    def copy_states(self, parts: Sequence[Part]) -> None:
+    def _copy_states(self, parts: Sequence[Part]) -> None:
         """Copy the states of parts of one token that end a block worth keeping."""
         if self._checkpoints is None:
             return
@@ -123,13 +131,9 @@ class StateSlots:
             self._slots[request] = self._free.pop()
         return self._slots[request]
 
-    def end(self, parts: Sequence[Part]) -> None:
+    def _end(self, parts: Sequence[Part]) -> None:
         """Record that a pass was computed, as far as the host knows."""
         self._seen.update({request: before + n for request, before, n in parts})
-
-    def unchanged(self, parts: Sequence[Part]) -> None:
-        """Record that a pass was not computed."""
-        self._seen.update({request: before for request, before, _ in parts})
 
     def forget(self, request: Request) -> None:
         """Free the slot of a request; no-op if it has none."""
