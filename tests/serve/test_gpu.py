@@ -22,7 +22,7 @@ from overspill.models.huggingface import recurrent, relative, sparse
 from overspill.serve.blocks import BlockPool
 from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from tests.models.huggingface.adapters import make_adapter
 from tests.models.huggingface.families import FAMILIES, cases, make_model
 from tests.moe.oracle import delays
@@ -172,7 +172,7 @@ class Steps:
     def _tokens(self, count: int) -> list[int]:
         return torch.randint(self._vocabulary, (count,), generator=self._random).tolist()
 
-    def computed(self, batch: list[Work]) -> None:
+    def computed(self, batch: list[BatchItem]) -> None:
         for work in batch:
             self.scheduler.computed(work)
             work.request.tokens += self._tokens(1)

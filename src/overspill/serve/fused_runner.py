@@ -12,7 +12,7 @@ from overspill.serve.decode.decode import Decode
 from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner, span_of
 from overspill.serve.sampling import Draw
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 from overspill.serve.states import Part
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span
@@ -50,10 +50,10 @@ class FusedRunner(PagedRunner):
         self._version = WeightsVersion(model)  # weights may have become parts of others
         self._addresses = self._version.addresses()  # that captured steps read
 
-    def give_memory(self) -> bool:
-        return self._decode.give_memory()
+    def free_memory(self) -> bool:
+        return self._decode.free_memory()
 
-    def _run(self, batch: Sequence[Work]) -> Tensor:
+    def _run(self, batch: Sequence[BatchItem]) -> Tensor:
         parts = self._parts(batch)
         # a step reads states: a sequence that begins has none
         continues = self._slots is None or all(part.before for part in parts)
@@ -69,7 +69,7 @@ class FusedRunner(PagedRunner):
         self._decode.wait()
         return super()._compute(parts, keep)
 
-    def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
+    def continue_with(self, batch: Sequence[BatchItem], tokens_N: Tensor) -> Tensor | None:
         parts = [Part(r, r.computed + 1, 1) for r, _ in batch]
         try:
             with self._replaced():

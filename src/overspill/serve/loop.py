@@ -19,7 +19,7 @@ from overspill.serve.pacing import Pacing
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
 from overspill.serve.sampling import Choice
-from overspill.serve.scheduler import Scheduler, Work, prompt_tokens
+from overspill.serve.scheduler import BatchItem, Scheduler, prompt_tokens
 from overspill.serve.stats import Stats
 
 _log = logging.getLogger("overspill")
@@ -31,7 +31,7 @@ _FEWEST = 16
 class RunningBatch:
     """Batch that is being computed."""
 
-    batch: list[Work]
+    batch: list[BatchItem]
     requests: list[Request]
     """Requests that get a token."""
     choice: Choice | None
@@ -225,7 +225,9 @@ class ServingLoop:
         if changed:
             self._restart()
 
-    def _compute(self, batch: list[Work], now: RunningBatch | None, early: bool = True) -> None:
+    def _compute(
+        self, batch: list[BatchItem], now: RunningBatch | None, early: bool = True
+    ) -> None:
         """Compute a batch, or the rest of one that has begun (`now`). If an expert cannot be read,
         each request of the batch is tried alone: requests that do not need it continue. Without
         `early`, no batch begins before this one has ended."""
@@ -252,7 +254,7 @@ class ServingLoop:
                 # the batch that has begun early may have failed instead
                 alone = len(batch) == 1 and following is None
                 if alone or not isinstance(error, DiskError):
-                    requests = [work.request for work in batch]
+                    requests = [item.request for item in batch]
                     if isinstance(error, torch.OutOfMemoryError):  # answers fit without prompts
                         prompts = [request for request in requests if request.pending > 1]
                         requests = prompts or requests
@@ -260,24 +262,24 @@ class ServingLoop:
                     return
         else:
             return
-        for work in batch:
-            if work.request in self.scheduler.running:
-                self._compute([work], None, early=False)
+        for item in batch:
+            if item.request in self.scheduler.running:
+                self._compute([item], None, early=False)
 
-    def _save_memory(self, batch: list[Work]) -> bool:
+    def _save_memory(self, batch: list[BatchItem]) -> bool:
         """Make the next batch smaller, or free memory, after a batch did not fit; return False if
         neither is possible."""
         tokens = prompt_tokens(batch)
         _log.info("a batch with %d tokens of prompts did not fit into memory", tokens)
         if not self.scheduler.split:
-            return self.runner.give_memory()
+            return self.runner.free_memory()
         return (
             self._pieces.shrink(tokens)
-            or self.runner.give_memory()
+            or self.runner.free_memory()
             or self._pieces.shrink(tokens, _FEWEST)
         )
 
-    def _run(self, batch: list[Work]) -> Tensor:
+    def _run(self, batch: list[BatchItem]) -> Tensor:
         if self._abandoned:
             self.runner.discard()
             self._abandoned = False
@@ -289,9 +291,9 @@ class ServingLoop:
             if not request.finished:
                 request.fail(error)
 
-    def _choose(self, batch: list[Work], logits: Tensor, began: float) -> RunningBatch:
+    def _choose(self, batch: list[BatchItem], logits: Tensor, began: float) -> RunningBatch:
         """Choose the next tokens of the requests whose tokens are all computed by the batch."""
-        ready = [n for n, work in enumerate(batch) if work.n_tokens == work.request.pending]
+        ready = [n for n, item in enumerate(batch) if item.n_tokens == item.request.pending]
         requests = [batch[number].request for number in ready]
         if not ready:
             return RunningBatch(batch, requests, None, began)
@@ -310,7 +312,7 @@ class ServingLoop:
         alive = [request for request in now.requests if not request.finished]
         if alive != scheduler.running or len(alive) != len(now.batch):
             return None
-        if any(work.n_tokens != 1 for work in now.batch):
+        if any(item.n_tokens != 1 for item in now.batch):
             return None
         if any(request.is_last for request in alive) or not scheduler.reserve_next(alive):
             return None
@@ -332,7 +334,7 @@ class ServingLoop:
         elif self._stream is not None:  # a piece of a prompt: its time is measured too
             self._stream.synchronize()
         # some requests may have ended or been cancelled since the batch began
-        batch = [work for work in now.batch if work.request in self.scheduler.running]
+        batch = [item for item in now.batch if item.request in self.scheduler.running]
         end = time.perf_counter()
         seconds = end - max(now.began, self._last_end)
         self.stats.count(batch, seconds)
@@ -340,8 +342,8 @@ class ServingLoop:
         if tokens_of_prompts := prompt_tokens(now.batch):
             self._pieces.record(tokens_of_prompts, seconds)
         self._last_end = end
-        for work in batch:
-            self.scheduler.computed(work)
+        for item in batch:
+            self.scheduler.computed(item)
         for request, token, logs in zip(now.requests, tokens, logprobs, strict=True):
             if request in self.scheduler.running:
                 self._append(request, token, logs)

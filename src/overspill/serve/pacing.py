@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 
 _MOST = 2.0
 """Seconds that prompts wait at most: a batch may be slow once, as when kernels are compiled."""
@@ -30,9 +30,9 @@ class Pacing:
         than they are owed waits for a later turn."""
         return self._owed <= self._step
 
-    def record(self, batch: Sequence[Work], seconds: float) -> None:
+    def record(self, batch: Sequence[BatchItem], seconds: float) -> None:
         """Record the time of a batch, before its tokens are counted as computed."""
-        with_prompts = [work.request.pending > 1 for work in batch]
+        with_prompts = [item.request.pending > 1 for item in batch]
         if all(with_prompts):  # no answer has waited
             self._owed = 0.0
         elif any(with_prompts):

@@ -24,7 +24,7 @@ from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.paged import Layout, PagedCache, SourceSpan, Span
 from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 from overspill.serve.states import Part, StateSlots
 from overspill.serve.support import has_states, splits_prompts
 from overspill.serve.weights_version import WeightsVersion
@@ -42,10 +42,10 @@ class Runner(abc.ABC):
     batch."""
 
     @abc.abstractmethod
-    def run(self, batch: Sequence[Work]) -> Tensor:
+    def run(self, batch: Sequence[BatchItem]) -> Tensor:
         """Return logits [N, V] after the last token of each request of the batch."""
 
-    def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
+    def continue_with(self, batch: Sequence[BatchItem], tokens_N: Tensor) -> Tensor | None:
         """Return logits after one more token of each request of a batch with one token each, before
         the host has read the tokens: `tokens_N` are on the device. None if the model cannot be
         computed without the host."""
@@ -61,7 +61,7 @@ class Runner(abc.ABC):
         of date. Unless `thorough`, only counted changes are seen: not all weights are looked at."""
         return False
 
-    def give_memory(self) -> bool:
+    def free_memory(self) -> bool:
         """Free memory for a batch that did not fit; return False if there is none to free."""
         return False
 
@@ -145,7 +145,7 @@ class PagedRunner(Runner):
         free = self._host_room if self._host_room else self._engine.memory.free_bytes()
         return max(0, free) // _token_bytes(self._engine, top_k)
 
-    def run(self, batch: Sequence[Work]) -> Tensor:
+    def run(self, batch: Sequence[BatchItem]) -> Tensor:
         with self._replaced():
             logits = self._run(batch)
         if any(count > 1 for _, count in batch):
@@ -162,15 +162,15 @@ class PagedRunner(Runner):
             stack.enter_context(_evaluating(self._model))
             yield
 
-    def _run(self, batch: Sequence[Work]) -> Tensor:
+    def _run(self, batch: Sequence[BatchItem]) -> Tensor:
         return self._compute(self._parts(batch))
 
-    def _parts(self, batch: Sequence[Work]) -> list[Part]:
+    def _parts(self, batch: Sequence[BatchItem]) -> list[Part]:
         """Return the tokens that a pass computes, after states that it needs are restored."""
         if self._slots is not None:
             for request in self._slots.restore(batch):
                 self._compute_again(request)
-        return [Part(work.request, work.request.computed, work.n_new) for work in batch]
+        return [Part(item.request, item.request.computed, item.n_new) for item in batch]
 
     def _compute_again(self, request: Request) -> None:
         """Compute the states of a request as the first time: the answer token by token."""
@@ -286,10 +286,10 @@ class SequentialRunner(Runner):
     def close(self) -> None:
         self._model.overspill.servers.discard(self)
 
-    def run(self, batch: Sequence[Work]) -> Tensor:
+    def run(self, batch: Sequence[BatchItem]) -> Tensor:
         # some requests may have to be computed again
         self._caches = {r: cache for r, cache in self._caches.items() if r.computed}
-        logits = torch.cat([self._run(*work) for work in batch])
+        logits = torch.cat([self._run(*item) for item in batch])
         self._version.after_forward()
         return logits
 

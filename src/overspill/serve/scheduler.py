@@ -9,7 +9,7 @@ from overspill.serve.blocks import BlockPool
 from overspill.serve.request import Request
 
 
-class Work(NamedTuple):
+class BatchItem(NamedTuple):
     """Next tokens of a request that a batch computes, the tokens of its source first."""
 
     request: Request
@@ -21,7 +21,7 @@ class Work(NamedTuple):
         return self.n_tokens - self.request.pending_source
 
 
-def prompt_tokens(batch: Sequence[Work]) -> int:
+def prompt_tokens(batch: Sequence[BatchItem]) -> int:
     """Return the number of prompt tokens in a batch that has not been recorded yet."""
     return sum(count for request, count in batch if request.pending > 1)
 
@@ -68,21 +68,21 @@ class Scheduler:
     def restart(self) -> None:
         """Compute running requests again from their first token on: no result is valid any more."""
         for request in reversed(self.running.copy()):
-            self._put_back(request)
+            self._preempt(request)
         self.pool.forget()
 
-    def next_batch(self, prompts: bool = True) -> list[Work]:
-        """Return the work that is computed next; empty if there is none. Without `prompts`, only
+    def next_batch(self, prompts: bool = True) -> list[BatchItem]:
+        """Return the items that are computed next; empty if there are none. Without `prompts`, only
         requests that have their next token, if there are any."""
-        batch: list[Work] = []
+        batch: list[BatchItem] = []
         for request in list(self.running):
             if request.pending == 1 and self._reserve(request, 1):
-                batch.append(Work(request, 1))
+                batch.append(BatchItem(request, 1))
         if batch and not prompts:
-            return [work for work in batch if work.request in self.running]
+            return [item for item in batch if item.request in self.running]
         return self._with_prompts(batch)
 
-    def _with_prompts(self, batch: list[Work]) -> list[Work]:
+    def _with_prompts(self, batch: list[BatchItem]) -> list[BatchItem]:
         left = self.chunk
         short = self._short_prompts()
         kept = sum(request.pending for request in short)
@@ -90,17 +90,17 @@ class Scheduler:
             kept -= _take_out(short, request)
             count = self._part(request, left, kept)
             if count and self._reserve(request, count):
-                batch.append(Work(request, count))
+                batch.append(BatchItem(request, count))
                 left -= count
         # a request may have given its blocks back after it was chosen
-        batch = [work for work in batch if work.request in self.running]
+        batch = [item for item in batch if item.request in self.running]
         for request in list(self.waiting):
             if left <= 0 or len(self.running) == self._max_batch:
                 break
             kept -= _take_out(short, request)
             count = self._begin(request, left, kept)
             if count:
-                batch.append(Work(request, count))
+                batch.append(BatchItem(request, count))
                 left -= count
             elif left - kept > 0 or request.source:  # no room for it: it comes before all others
                 break
@@ -168,11 +168,11 @@ class Scheduler:
         whole = 1 if request.computed else request.prompt_tokens
         return whole if whole <= left else 0
 
-    def computed(self, work: Work) -> None:
+    def computed(self, item: BatchItem) -> None:
         """Record that the keys and values of these tokens are in the cache."""
-        request, size = work.request, self.pool.size
+        request, size = item.request, self.pool.size
         full = request.computed // size
-        request.computed += work.n_new
+        request.computed += item.n_new
         request.source_computed, request.beginning = True, None
         for number in range(full, request.computed // size):
             before = request.blocks[number - 1] if number else None
@@ -222,7 +222,7 @@ class Scheduler:
             return False
         while not self._has_room(request, count):
             last = self.running[-1]
-            self._put_back(last)
+            self._preempt(last)
             if last is request:
                 return False
         self._take(request, self._missing(request, count))
@@ -235,7 +235,7 @@ class Scheduler:
             assert block is not None
             (request.source_blocks if number < source else request.blocks).append(block)
 
-    def _put_back(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._free(request)
         self.waiting.appendleft(request)

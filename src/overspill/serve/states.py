@@ -8,7 +8,7 @@ import torch
 from overspill.models.huggingface.recurrent import RecurrentStates, States, StateSpan
 from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.request import Request
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 
 
 class Part(NamedTuple):
@@ -41,7 +41,7 @@ class StateSlots:
         self._seen: dict[Request, int] = {}
         self._copies: list[dict[int, States]] = []  # that the current pass makes of each part
 
-    def restore(self, batch: Sequence[Work]) -> list[Request]:
+    def restore(self, batch: Sequence[BatchItem]) -> list[Request]:
         """Copy checkpoints to the slots of requests that continue from them. Returns the requests
         whose states have to be computed again."""
         for request, _ in batch:

@@ -60,9 +60,6 @@ class Answers:
         self.asked_at = time.perf_counter()
         self.times = [Times() for _ in jobs]
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def start(self, llm: "LLM") -> None:
         """Submit all answers; may be called in another thread. If one is refused, none is
         computed."""

@@ -18,7 +18,7 @@ from overspill.serve.loop import ServingLoop
 from overspill.serve.options import DecodingOptions
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.models import PROMPTS
 from tests.serve.requests import make_request
@@ -72,7 +72,7 @@ class Decoding:
             self._scheduler.add(request)
         self.step()  # the prompts
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[BatchItem]:
         """One batch, whose logits are those of the plain model."""
         batch = self._scheduler.next_batch()
         with torch.inference_mode():
@@ -99,7 +99,7 @@ class Decoding:
                 expected = self.plain(torch.tensor([request.tokens])).logits[0, -1]
             torch.testing.assert_close(row, expected, rtol=1e-4, atol=2e-5)
 
-    def _append(self, batch: Sequence[Work], logits: Tensor) -> None:
+    def _append(self, batch: Sequence[BatchItem], logits: Tensor) -> None:
         for work, row in zip(batch, logits, strict=True):
             self._scheduler.computed(work)
             work.request.tokens.append(int(row.argmax()))

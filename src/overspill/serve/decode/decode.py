@@ -305,7 +305,7 @@ class Decode:
         if self._engine.device.type == "cuda":
             torch.cuda.current_stream(self._engine.device).synchronize()
 
-    def give_memory(self) -> bool:
+    def free_memory(self) -> bool:
         """Free GPU memory for a prompt; return False if there is none to free."""
         if self._off_gpu is not None and self._off_gpu.cache.shrink():
             return True
