@@ -170,7 +170,7 @@ class DecodeGraphs:
             )
             sources = Sources(last, of_sources)
         ids = None if self._ids is None else self._ids[:, :size]
-        computed = self._step(Batch(tokens, positions, real, blocks, ids, sources, slots))
+        computed = self._step(Batch(tokens, positions, real, blocks, slots, ids, sources))
         if not computed.logits_BV.is_cuda:  # Triton's interpreter would take longer than the step
             return computed
         seeds, counts, temperatures = draws

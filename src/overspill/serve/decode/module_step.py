@@ -75,7 +75,6 @@ class ModuleStep:
         self._biases.clear()
         self._inputs = []
         if self._states is not None:
-            assert batch.states is not None
             self._states.begin_step(batch.states)
         with attention_cache(self), decoding(self):
             logits = self._logits(batch)

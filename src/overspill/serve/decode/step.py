@@ -47,9 +47,9 @@ class Batch(NamedTuple):
     positions: Tensor  # [B]
     real: Tensor  # [B], 0 for a row that only fills the batch up
     blocks: Tensor  # [B, n], of keys and values
+    states: Tensor  # [B], slots of states, in models that have states
     ids: Tensor | None = None  # [L, B, K]: experts that are used instead of the routers'
     sources: Sources | None = None
-    states: Tensor | None = None  # [B], slots of what sequences have beside keys and values
 
 
 class Addends(NamedTuple):
@@ -168,7 +168,6 @@ class DecodeStep:
 
     def _change_states(self, own: LinearAttention, x: "_Hidden", batch: Batch) -> Addends:
         assert self._states is not None
-        assert batch.states is not None
         inputs, states = self._states.of(own.module)
         row = x.linear(own.projections, None)
         qkv = convolve(row, own.convolution, inputs, batch.states, own.shape)
