@@ -78,7 +78,8 @@ class LLM:
 
     @init_takes(LLMArguments)
     def __init__(self, model: Any, options: LLMArguments) -> None:
-        """`model`, and the options of `LLMArguments`; all after `disk` are given by name."""
+        """Load a model for inference, or take one that is loaded. Arguments after `disk` are given
+        by name."""
         check_options(options, LLMOptions)
         gpu_only = options.mode == "gpu-only"
         budgets = Budgets(

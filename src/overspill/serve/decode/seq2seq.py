@@ -144,7 +144,7 @@ def _read_nllb_attention(attention: Any, alone: bool) -> Attention:
 def _read_attention(
     own: tuple[Any, Any, Any, Any], sizes: tuple[int, int, int], scale: float, alone: bool
 ) -> Attention:
-    """Return attention whose keys and values, unless queries are `alone`, come from its input."""
+    """Return attention; with `alone` it has queries only, for keys and values of a source."""
     q, k, v, out = own
     weight, bias = (q.weight.data, data_of(q.bias)) if alone else join([q, k, v])
     return Attention(weight, bias, out.weight.data, data_of(out.bias), *sizes, scale)
