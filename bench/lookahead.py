@@ -298,7 +298,7 @@ def guessed(share: float) -> Iterator[None]:
         places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
         number = self._batch.positions[:, None] * 7919 + places * 104_729 + layer * 1_299_709
         number = (number * 48_271 % 2_147_483_647) % 10_000
-        n_experts = self._step.table.offsets.shape[1]
+        n_experts = self._step.experts.table.offsets.shape[1]
         wrong = (ids + 1 + number % (n_experts - 1)) % n_experts
         return torch.where(number < 10_000 * share, ids, wrong).to(torch.int32)
 

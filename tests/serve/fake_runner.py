@@ -7,7 +7,7 @@ from torch import Tensor
 
 from overspill.serve.runners import Runner
 from overspill.serve.sampling import Draw, choose
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 
 VOCABULARY = 13
 _TABLE = torch.randn(101, VOCABULARY, generator=torch.Generator().manual_seed(0))
@@ -53,7 +53,7 @@ class FakeRunner(Runner):
         self.fail_beside: dict[int, Exception] = {}
         """What the batch of the n-th call of `continue_with` adds to them."""
 
-    def run(self, batch: Sequence[Work]) -> Tensor:
+    def run(self, batch: Sequence[BatchItem]) -> Tensor:
         rows = []
         for request, count in batch:
             assert request.blocks, "a request that has ended is computed"
@@ -66,7 +66,7 @@ class FakeRunner(Runner):
             self._draw(torch.stack(rows), [request.draw() for request, _ in batch])
         return torch.stack(rows)
 
-    def continue_with(self, batch: Sequence[Work], tokens_N: Tensor) -> Tensor | None:
+    def continue_with(self, batch: Sequence[BatchItem], tokens_N: Tensor) -> Tensor | None:
         self.asked_early += 1
         if self.asked_early in self.fail_early:
             raise self.fail_early[self.asked_early]

@@ -7,7 +7,7 @@ import torch
 from overspill.serve.blocks import BlockPool
 from overspill.serve.params import SamplingParams
 from overspill.serve.request import Request
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from overspill.serve.text import TextStream
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class Simulated:
     def requests(self) -> list[Request]:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
-    def step(self, interrupted: bool = False, prompts: bool = True) -> list[Work]:
+    def step(self, interrupted: bool = False, prompts: bool = True) -> list[BatchItem]:
         """One batch; an interrupted one is computed, but not recorded."""
         batch = self.scheduler.next_batch(prompts)
         self._check(batch)
@@ -51,7 +51,7 @@ class Simulated:
         self.pool.check_conserved()
         return batch
 
-    def _check(self, batch: list[Work]) -> None:
+    def _check(self, batch: list[BatchItem]) -> None:
         scheduler = self.scheduler
         assert len(scheduler.running) <= self.max_batch
         chosen = [request for request, _ in batch]

@@ -18,7 +18,7 @@ from overspill.core.errors import DiskError, EngineError, NonFiniteError, OrderE
 from overspill.serve.blocks import BlockPool
 from overspill.serve.loop import ServingLoop
 from overspill.serve.request import Request
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from overspill.serve.text import TextStream
 from tests.interrupts import spread
 from tests.serve.fake_runner import FakeRunner, greedy, logits_after
@@ -264,7 +264,7 @@ def test_a_request_that_has_ended_is_not_computed_again(monkeypatch: pytest.Monk
     runs: list[list[Request]] = []
     run = served.runner.run
 
-    def noted(batch: Sequence[Work]) -> torch.Tensor:
+    def noted(batch: Sequence[BatchItem]) -> torch.Tensor:
         runs.append([work.request for work in batch])
         return run(batch)
 

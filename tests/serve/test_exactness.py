@@ -159,16 +159,16 @@ def test_requests_that_give_their_blocks_back_get_the_same_tokens(
     prompts = [[4, 5, 6], [7, 8], [9, 3, 11, 40]]
     expected = [plain_generate(model, prompt, 9) for prompt in prompts]
     with served(name, "host", tmp_path, context=16) as llm:
-        put_back = _count_calls(llm, monkeypatch)
+        preempt = _count_calls(llm, monkeypatch)
         assert tokens_of(llm, prompts, SamplingParams(max_tokens=9, ignore_eos=True)) == expected
-        assert put_back
+        assert preempt
 
 
 def _count_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     scheduler, calls = llm._loop.scheduler, []
-    put_back = scheduler._put_back
+    preempt = scheduler._preempt
     monkeypatch.setattr(
-        scheduler, "_put_back", lambda request: (calls.append(request), put_back(request))
+        scheduler, "_preempt", lambda request: (calls.append(request), preempt(request))
     )
     return calls
 

@@ -22,7 +22,7 @@ from overspill.models.huggingface import recurrent, relative, sparse
 from overspill.serve.blocks import BlockPool
 from overspill.serve.options import DecodingOptions
 from overspill.serve.runners import PagedRunner
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from tests.models.huggingface.adapters import make_adapter
 from tests.models.huggingface.families import FAMILIES, cases, make_model
 from tests.moe.oracle import delays
@@ -195,7 +195,7 @@ class Steps:
     def _tokens(self, count: int) -> list[int]:
         return torch.randint(self._vocabulary, (count,), generator=self._random).tolist()
 
-    def computed(self, batch: list[Work]) -> None:
+    def computed(self, batch: list[BatchItem]) -> None:
         for work in batch:
             self.scheduler.computed(work)
             work.request.tokens += self._tokens(1)
@@ -214,11 +214,13 @@ def check_bf16_logits(residents: str, device: str, n_steps: int) -> None:
     theirs: list[Tensor] = []
     right: list[Tensor] = []
     options = {"device": device, "mode": "host", "slots": 8, "quiet": True, "progress": False}
+    from overspill.serve.fused_runner import FusedRunner
+
     models = [overspill.offload(copy.deepcopy(plain), **options) for _ in range(2)]
     set_residents(models[0], residents)
     where = torch.device(device)
     sizes = where, 32, 16, 128, 4
-    runners = [PagedRunner(models[0], *sizes, True), PagedRunner(models[1], *sizes, False)]
+    runners = [FusedRunner(models[0], *sizes), PagedRunner(models[1], *sizes)]
     with torch.inference_mode():
         for _ in range(n_steps):
             batch = steps.scheduler.next_batch()
@@ -251,11 +253,11 @@ def test_bf16_logits_are_as_near_to_float32_as_those_of_the_modules(
 
 @every_place
 def test_a_step_gives_the_same_bits_each_time(residents: str, fused: list[int]) -> None:
+    from overspill.serve.fused_runner import FusedRunner
+
     with offloaded(gpt(LARGE, torch.bfloat16), residents) as model:
         # without copies: the bits depend on whether the CPU or the GPU computes an expert
-        runner = PagedRunner(
-            model, torch.device("cuda"), 32, 16, 128, 4, True, DecodingOptions(slots=0)
-        )
+        runner = FusedRunner(model, torch.device("cuda"), 32, 16, 128, 4, DecodingOptions(slots=0))
         steps = Steps(LARGE.vocab)
         with torch.inference_mode():
             batch = steps.scheduler.next_batch()

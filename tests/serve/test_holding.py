@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.serve.runners import PagedRunner
+from overspill.serve.runners import Runner
 from tests.models.huggingface.oracle import offloaded
 from tests.moe.fake_memory import FakeMemory
 from tests.serve.models import plain_gpt
@@ -27,8 +27,10 @@ def model(tmp_path: Path) -> Iterator[Any]:
         yield twin
 
 
-def runner_of(model: Any) -> PagedRunner:
-    return PagedRunner(model, torch.device("cpu"), 8, 16, 64, 2, fused=True)
+def runner_of(model: Any) -> Runner:
+    from overspill.serve.fused_runner import FusedRunner
+
+    return FusedRunner(model, torch.device("cpu"), 8, 16, 64, 2)
 
 
 def move(model: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from overspill import SamplingParams
 from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 from tests.serve.models import gpt_tokens, served_gpt
 from tests.serve.requests import Simulated, make_request
 from tests.serve.submissions import tokens_of_submission
@@ -63,17 +63,17 @@ def test_one_slow_batch_does_not_hold_prompts_back_for_long() -> None:
     """The first one may compile kernels."""
     pacing = Pacing(0.5)
     answer, prompt = make_request([1]), make_request([2] * 9)
-    pacing.record([Work(answer, 1), Work(prompt, 8)], 600.0)
+    pacing.record([BatchItem(answer, 1), BatchItem(prompt, 8)], 600.0)
     batches = 0
     while not pacing.allows_prompts:
-        pacing.record([Work(answer, 1)], 0.1)
+        pacing.record([BatchItem(answer, 1)], 0.1)
         batches += 1
     assert 1 <= batches <= 20
 
 
 def test_without_a_share_prompts_never_wait() -> None:
     pacing = Pacing(0)
-    pacing.record([Work(make_request([1]), 1), Work(make_request([2] * 9), 8)], 600.0)
+    pacing.record([BatchItem(make_request([1]), 1), BatchItem(make_request([2] * 9), 8)], 600.0)
     assert pacing.allows_prompts
 
 

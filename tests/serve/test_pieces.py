@@ -9,7 +9,7 @@ from overspill.plan.pieces import PieceSizes
 from overspill.serve.blocks import BlockPool
 from overspill.serve.loop import ServingLoop
 from overspill.serve.request import Request
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from tests.serve.fake_runner import FakeRunner, greedy
 from tests.serve.requests import make_request
 
@@ -27,12 +27,12 @@ class SmallMemory(FakeRunner):
     def room(self) -> int:
         return 1000
 
-    def give_memory(self) -> bool:
+    def free_memory(self) -> bool:
         self.gives -= 1
         self.most += self.gives >= 0
         return self.gives >= 0
 
-    def run(self, batch: Sequence[Work]) -> Tensor:
+    def run(self, batch: Sequence[BatchItem]) -> Tensor:
         size = sum(count for _, count in batch)
         if size > self.most:
             raise torch.OutOfMemoryError("injected")

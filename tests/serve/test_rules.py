@@ -11,7 +11,7 @@ from overspill import LLM, SamplingParams
 from overspill.serve.request import Request
 from overspill.serve.rules import Rules, make_rules
 from overspill.serve.sampling import Choice
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 from overspill.serve.text import TextStream
 from tests.serve.fake_runner import FakeRunner, greedy
 from tests.serve.models import gpt_tokens, served_gpt, tokens_of
@@ -105,7 +105,7 @@ def test_the_next_batch_waits_for_a_token_that_rules_must_know() -> None:
         runner = FakeRunner(4, 4)
         request.blocks = [0, 1]
         choice = Choice(
-            runner.run([Work(request, request.pending)]), [request.draw()], runner.chosen
+            runner.run([BatchItem(request, request.pending)]), [request.draw()], runner.chosen
         )
         assert choice.tokens() == greedy(PROMPT, 1)
         assert choice.needs_host is waits

@@ -146,7 +146,7 @@ def test_states_and_keys_are_in_the_budget_and_counted(tmp_path: Path) -> None:
         with offloaded(plain, "gpu", tmp_path) as model, LLM(model, context=64, max_batch=3) as llm:
             assert not llm.stats()["cache_bytes"]
             tokens_of(llm, PROMPTS[:1], SamplingParams(max_tokens=1))
-            assert llm._loop.runner._states.nbytes == 4 * own  # type: ignore[attr-defined]
+            assert llm._loop.runner._slots.memory.nbytes == 4 * own  # type: ignore[attr-defined]
             slots = (llm._source.n_blocks + 1) * 16
             keys = slots * source._token_bytes(plain, torch.float32)
             assert llm.stats()["cache_bytes"] == keys + 4 * own, name

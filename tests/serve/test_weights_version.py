@@ -98,8 +98,10 @@ def test_answers_that_run_continue_with_the_new_weights(name: str, tmp_path: Pat
 
 
 def test_replaced_tensors_are_refused_where_decoding_reads_the_old_ones(tmp_path: Path) -> None:
+    from overspill.serve.fused_runner import FusedRunner
+
     with offloaded(plain_model("mixtral")[0], "gpu", tmp_path) as twin:
-        runner = PagedRunner(twin, CPU, 8, 16, 64, 2, fused=True)
+        runner = FusedRunner(twin, CPU, 8, 16, 64, 2)
         assert not runner.weights_changed(thorough=True)
         weight = twin.model.norm.weight
         twin.model.norm.weight = torch.nn.Parameter(weight.detach().clone())

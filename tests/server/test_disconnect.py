@@ -5,7 +5,7 @@ import json
 import pytest
 
 from overspill.serve.llm import LLM
-from overspill.server import exchange
+from overspill.server import request
 from tests.server.running import HeldLLM, Running, WaitingLLM, running
 
 LONG = {"prompt": "Hello", "max_tokens": 500, "ignore_eos": True}
@@ -34,7 +34,7 @@ def test_answers_in_progress_are_cancelled(stream: bool, server: Running) -> Non
 
 def test_a_stream_that_waits_sends_comments(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of OpenAI's API skip them."""
-    monkeypatch.setattr(exchange, "KEEP_ALIVE", 0.01)
+    monkeypatch.setattr(request, "KEEP_ALIVE", 0.01)
     waiting = WaitingLLM(llm)
     with running(waiting) as server, server.client() as client:
         with server.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:

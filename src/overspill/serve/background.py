@@ -1,4 +1,4 @@
-"""Requests whose pieces go to a callback, computed by a thread of their own."""
+"""Requests of `LLM.submit`, and the thread that computes them."""
 
 import atexit
 import logging
@@ -19,7 +19,7 @@ crash the process."""
 
 
 class Submission:
-    """A request of `LLM.submit`. Any thread may use it."""
+    """Request of `LLM.submit`. Any thread may use it."""
 
     def __init__(
         self, request: Request, on_piece: Callable[[Piece], None] | None, owner: "Background"
@@ -33,7 +33,7 @@ class Submission:
 
     @property
     def finished(self) -> bool:
-        """Whether no token follows: all are made, it has failed, or it was cancelled."""
+        """Whether no token follows: the request is complete, has failed, or was cancelled."""
         return self._request.finished or self._cancelled
 
     @property
@@ -42,17 +42,17 @@ class Submission:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it has failed, if it has."""
+        """The failure of the request, if it has failed."""
         return self._request.error
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Numbers of tokens so far."""
         return self._request.usage
 
     def cancel(self) -> None:
-        """No more tokens are wanted; no-op if it has ended. Its memory is free before the next
-        batch. A call of the callback may still be under way, but none begins."""
+        """End the request without more tokens; no-op if it has ended. Its memory is free before the
+        next batch. A call of the callback may still run, but none begins."""
         if self.finished:
             return
         self._cancelled = True
@@ -60,8 +60,8 @@ class Submission:
         self._end()
 
     def result(self, timeout: float | None = None) -> Result:
-        """Waits until it has ended, at most `timeout` seconds (TimeoutError); raises what made it
-        fail."""
+        """Wait for the end of the request, at most `timeout` seconds (TimeoutError), and return its
+        result. Raises the request's failure."""
         if not self._owner.is_called_back and not self._ended.wait(timeout):
             raise TimeoutError(f"no result after {timeout} seconds; the request continues")
         if self._cancelled:
@@ -82,14 +82,14 @@ class Submission:
             self._end()
 
     def _end(self) -> None:
-        self._request.deliver = _drop  # and so they do not refer to each other any more
+        self._request.deliver = _ignore  # so that they do not refer to each other any more
         self._owner.forget(self)
         self._ended.set()
 
 
 class Background:
-    """The thread that computes submissions. It starts with the first one, and waits while there are
-    none; it does not keep this object alive then."""
+    """Thread that computes submissions. It starts with the first one. While there are none it waits
+    and does not keep this object alive."""
 
     def __init__(self, loop: ServingLoop) -> None:
         self._loop = loop
@@ -101,6 +101,7 @@ class Background:
         self._failure: BaseException | None = None
 
     def submit(self, request: Request, on_piece: Callable[[Piece], None] | None) -> Submission:
+        """Add a request whose pieces go to `on_piece`; start the thread for the first one."""
         with self._lock:
             if self._closed:
                 raise OrderError("this LLM was closed; make a new one")
@@ -115,6 +116,7 @@ class Background:
         return submission
 
     def cancel(self, request: Request) -> None:
+        """Have the thread remove a request."""
         self._loop.cancel(request)
         self._wake.put(None)
 
@@ -127,13 +129,13 @@ class Background:
         return self._loop.computes_here
 
     def close(self) -> None:
-        """Ends the thread after its batch. The loop ends the requests."""
+        """Let the thread end after its batch. The loop ends the requests."""
         self._loop.check_may_wait("close")
         with self._lock:
             self._closed = True
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the end of the thread, after `close`."""
+        """Wait for the end of the thread, after `close`."""
         self._closed = True
         self._wake.put(None)
         if self._thread is not None:
@@ -149,10 +151,10 @@ class Background:
         self._thread.start()
 
     def compute(self) -> bool:
-        """Computes batches while there is something to do; False if nothing may follow."""
+        """Compute batches until all submissions have ended; return False if none may follow."""
         try:
             self._loop.run_until(self._is_idle)
-        except BaseException as error:  # none of a model: the loop hands those to the requests
+        except BaseException as error:  # not of a model: the loop gives those to the requests
             with self._lock:
                 self._failure = error
                 left = list(self._open)
@@ -172,12 +174,12 @@ class Background:
         return self._closed or not (self._open or self._loop.has_changes)
 
 
-def _drop(piece: Piece) -> None:
-    """Nobody wants this piece."""
+def _ignore(piece: Piece) -> None:
+    """Ignore a piece of a request that has ended or was cancelled."""
 
 
 def raise_error(request: Request) -> None:
-    """Raises what made a request fail, if something did."""
+    """Raise the failure of a request, if it has failed."""
     error = request.error
     if error is None:
         return

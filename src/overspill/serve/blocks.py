@@ -1,4 +1,4 @@
-"""Blocks of a key-value cache: which are free, and which hold the beginning of a prompt."""
+"""Blocks of a cache of keys and values: free blocks, and blocks with the beginning of a prompt."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class BlockPool:
-    """Blocks of `size` tokens. Full blocks are found again by their tokens and those before them,
-    so that requests with a common beginning share them. A block that no request uses keeps its
-    content until it is needed; the one unused for longest goes first."""
+    """Blocks of `size` tokens. Full blocks are found again by their tokens and the tokens before
+    them, so that requests with a common beginning share them. A block that no request uses keeps
+    its content until it is needed; the block unused for longest is reused first."""
 
     def __init__(
         self, n_blocks: int, size: int, share: bool = True, checkpoints: Checkpoints | None = None
@@ -23,7 +23,8 @@ class BlockPool:
         """Without `share` no block is found again. With `checkpoints`, a beginning is shared up to
         a block that has one."""
         self.size = size
-        self.checkpoints = checkpoints
+        self.needs_checkpoints = checkpoints is not None
+        self.checkpoints = Checkpoints(0) if checkpoints is None else checkpoints
         self._share = share
         self.n_blocks = n_blocks
         self._users = [0] * n_blocks
@@ -38,35 +39,33 @@ class BlockPool:
         return len(self._unused)
 
     def take(self) -> int | None:
-        """A block for one request; None if all are in use."""
+        """Return a block for one request; None if all are in use."""
         if not self._unused:
             return None
         block, _ = self._unused.popitem(last=False)
         key = self._keys.pop(block, None)
         if key is not None:
             del self._found[key]
-            if self.checkpoints is not None:
-                self.checkpoints.drop(self._numbers[block])
+            self.checkpoints.drop(self._numbers[block])
         self._last_number += 1
         self._numbers[block] = self._last_number
         self._users[block] = 1
         return block
 
     def share(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks that hold the beginning of `tokens`, which get one more user. At least one
-        token is left to compute."""
+        """Return the blocks that hold the beginning of `tokens`, which get one more user. At least
+        one token is left to compute."""
         blocks = self.find(tokens)
-        while self.checkpoints is not None and blocks:
-            if self._numbers[blocks[-1]] in self.checkpoints:
-                break
-            blocks.pop()
+        if self.needs_checkpoints:
+            while blocks and self._numbers[blocks[-1]] not in self.checkpoints:
+                blocks.pop()
         for block in blocks:
             self._users[block] += 1
             self._unused.pop(block, None)
         return blocks
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks that hold the beginning of `tokens`, with or without a checkpoint."""
+        """Return the blocks that hold the beginning of `tokens`, with or without a checkpoint."""
         blocks: list[int] = []
         number = _ROOT
         for start in range(0, len(tokens) - self.size, self.size):
@@ -78,23 +77,20 @@ class BlockPool:
         return blocks
 
     def states(self, block: int) -> States:
-        """The checkpoint of the last one of shared blocks."""
-        assert self.checkpoints is not None
+        """Return the checkpoint of the last one of shared blocks."""
         return self.checkpoints.use(self._numbers[block])
 
     def keep(self, block: int, states: States) -> None:
-        """The checkpoint of a full block."""
-        if self.checkpoints is not None:
-            self.checkpoints.put(self._numbers[block], states)
+        """Keep states as the checkpoint of a full block."""
+        self.checkpoints.put(self._numbers[block], states)
 
     def drop(self, block: int) -> None:
-        """The checkpoint of a block is of no use any more; no-op if it has none."""
-        if self.checkpoints is not None:
-            self.checkpoints.drop(self._numbers[block])
+        """Free the checkpoint of a block; no-op if it has none."""
+        self.checkpoints.drop(self._numbers[block])
 
     def fill(self, block: int, before: int | None, tokens: Sequence[int]) -> None:
-        """A block is full: it follows `before` and holds `tokens`. No-op if another block holds the
-        same."""
+        """Record a full block, which follows `before` and holds `tokens`, so that it is found. A
+        block with the same content may be found instead."""
         assert len(tokens) == self.size
         if not self._share:
             return
@@ -106,14 +102,13 @@ class BlockPool:
         self._keys[block] = key
 
     def forget(self) -> None:
-        """No block is found again: the contents are of other weights."""
+        """Find no block again: weights have changed since the contents were computed."""
         self._found.clear()
         self._keys.clear()
-        if self.checkpoints is not None:
-            self.checkpoints.clear()
+        self.checkpoints.clear()
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A request uses these no longer; the last ones are reused first."""
+        """Count one user less of these blocks; the last ones are reused first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             assert self._users[block] >= 0
@@ -123,7 +118,7 @@ class BlockPool:
                     self._unused.move_to_end(block, last=False)
 
     def check_conserved(self) -> None:
-        """Every block is either used or free."""
+        """Assert that every block is either used or free."""
         used = sum(count > 0 for count in self._users)
         assert used + len(self._unused) == self.n_blocks
         assert all(self._keys[block] == key for key, block in self._found.items())

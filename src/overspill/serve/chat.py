@@ -11,12 +11,12 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds
 
 
 class QuestionTooLong(ConfigError):
-    """A question that does not fit into the context, whatever is left out."""
+    """A question does not fit into the context, even without earlier messages."""
 
 
 class Chat:
-    """Questions and answers so far. If they no longer fit into the context, the oldest ones are
-    left out, but not the system message."""
+    """Conversation of questions and answers. If it no longer fits into the context, the oldest
+    messages are left out, but not the system message."""
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
         llm.check_chats()
@@ -29,10 +29,10 @@ class Chat:
         self.turns: list[dict[str, str]] = []
         """The messages of user and assistant."""
         self.left_out = 0
-        """How many of them, from the first on, the model no longer gets. They stay left out, so
-        that the keys and values of the others are found in the cache."""
+        """Number of messages, from the first on, that the model no longer gets. They stay left out,
+        so that the keys and values of the others are found in the cache."""
         self.used_tokens = 0
-        """Tokens of the last prompt with its answer."""
+        """Number of tokens of the last prompt with its answer."""
 
     @property
     def is_full(self) -> bool:
@@ -40,8 +40,8 @@ class Chat:
         return self.used_tokens >= self._llm.context
 
     def ask(self, question: str) -> Generator[Piece, None, None]:
-        """The answer, piece by piece. What was given out when the caller stops reading belongs to
-        the conversation; after an error, and if nothing was given out, the question does not."""
+        """Yield the answer piece by piece. If the caller stops reading, the pieces so far belong to
+        the conversation; after an error, or without a piece, the question does not."""
         before = list(self.turns), self.left_out
         self.turns.append({"role": "user", "content": question})
         answer, ended = "", False
@@ -63,7 +63,8 @@ class Chat:
                 self.turns, self.left_out = before
 
     def _prompt(self) -> list[int]:
-        """The longest end of the conversation that leaves room for an answer."""
+        """Return the tokens of the longest end of the conversation that leaves room for an
+        answer."""
         room = max(1, self._llm.context - min(self._params.max_tokens, self._llm.context // 2))
         while True:
             tokens = self._llm.chat_tokens([*self._system, *self.turns[self.left_out :]])

@@ -1,4 +1,4 @@
-"""States after the full blocks of prompts and answers, from which other requests continue."""
+"""States after full blocks of prompts and answers, from which other requests continue."""
 
 from collections import OrderedDict
 
@@ -11,7 +11,7 @@ half a decoding step."""
 
 class Checkpoints:
     """Copies of states in host memory, each after a full block of the pool: at most `limit` bytes.
-    Those unused for longest leave first."""
+    Copies unused for longest are freed first."""
 
     def __init__(self, limit: int, answer_blocks: int = ANSWER_BLOCKS) -> None:
         self.limit = limit
@@ -26,7 +26,8 @@ class Checkpoints:
         return number in self._found
 
     def put(self, number: int, states: States) -> None:
-        """No-op if this content has one already, or it is larger than the limit."""
+        """Keep the states after a content; no-op if it has a checkpoint already, or if they are
+        larger than the limit."""
         size = states_bytes(states)
         if number in self._found:
             self._found.move_to_end(number)
@@ -37,11 +38,12 @@ class Checkpoints:
             self.drop(next(iter(self._found)))
 
     def use(self, number: int) -> States:
+        """Return the states after a content."""
         self._found.move_to_end(number)
         return self._found[number]
 
     def drop(self, number: int) -> None:
-        """No-op if there is none."""
+        """Free a checkpoint; no-op if there is none."""
         self.nbytes -= states_bytes(self._found.pop(number, {}))
 
     def clear(self) -> None:

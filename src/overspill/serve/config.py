@@ -1,4 +1,4 @@
-"""The settings of `overspill generate` and `overspill chat`, and what `serve` has of them."""
+"""The settings of `overspill generate` and `overspill chat`; `overspill serve` shares some."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ class ModelSection(RoutingFix, LLMOptions):
     dtype: Literal["bf16", "fp32"] | None = None
 
     def check(self, model: str, needs_text: bool) -> Path | None:
-        """Raises if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
+        """Raise if `model` cannot be loaded, or has no tokenizer although `needs_text`, before
         torch is imported. Returns the folder of a checkpoint; None for runs and adapters."""
         if is_run(Path(model).expanduser()):
             return None
@@ -88,8 +88,8 @@ class DecoderSection:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def check(self, model: str, folder: Path | None) -> None:
-        """Raises, before weights are read, if the model in a folder cannot have these; without a
-        folder `LLM` checks it."""
+        """Raise, before weights are read, if the model in a folder cannot have these arguments;
+        without a folder `LLM` checks them."""
         if not self.given or folder is None:
             return
         if not _is_encoder_decoder(folder):
@@ -126,7 +126,7 @@ class ServeConfig(Config):
         return self.model.open(model)
 
     def _check_kind(self, model: str, folder: Path) -> None:
-        """Raises if the command is for other models."""
+        """Raise if the command is for other kinds of models."""
         if _is_encoder_decoder(folder):
             raise ConfigError(
                 f"{model} has an encoder and a decoder: it answers single prompts; use overspill "

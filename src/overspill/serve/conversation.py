@@ -15,7 +15,7 @@ def has_template(codec: Codec | None) -> bool:
 
 
 def template_of(codec: Codec | None) -> str | None:
-    """The text of the chat template; of several, one after another."""
+    """Return the text of the chat template; several templates follow each other."""
     if not has_template(codec):
         return None
     template: Any = codec.tokenizer.chat_template  # type: ignore[union-attr]
@@ -28,7 +28,7 @@ def chat_tokens(
     tools: Sequence[Mapping[str, Any]] | None,
     arguments: Mapping[str, Any],
 ) -> list[int]:
-    """The tokens of a chat by the chat template; without one, its lines as plain text."""
+    """Return the tokens of a chat by the chat template; without one, its lines as plain text."""
     if not isinstance(messages, list | tuple):
         raise ConfigError(f"{reprlib.repr(messages)} is not a chat; give a list of messages")
     chat = [read_message(message) for message in messages]

@@ -1,4 +1,4 @@
-"""Grammars that an answer must follow, with llguidance: which tokens may come next."""
+"""Grammars that an answer must follow, with llguidance: the tokens that may come next."""
 
 import functools
 import logging
@@ -20,25 +20,26 @@ from overspill.serve.text import Codec
 
 _log = logging.getLogger("overspill")
 _KEPT = 16
-"""Compiled schemas that no request uses, and reasons why others cannot be."""
+"""Compiled schemas that are kept without a request, with schemas that cannot be compiled."""
 _AT_ONCE = 8
 """Schemas that are compiled at the same time."""
 _MOST_STATES = 100_000
-"""Of the texts that were possible while answers follow a schema; each takes a kilobyte."""
+"""States of the table of texts that were possible while answers follow a schema; each takes a
+kilobyte."""
 _WORN_SECONDS = 1.0
-"""Of masks, after which a schema gets a new table of them."""
+"""Seconds spent on masks after which a schema gets a new table."""
 _SPECIAL = b"\xff"  # begins tokens that are no text, in llguidance
 
 
 class Grammar:
-    """The state of one answer. Only `accept` changes it."""
+    """Grammar of one answer, and its state after the tokens so far. Only `accept` changes it."""
 
     def __init__(self, compiled: "_Compiled") -> None:
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
 
     def mask_(self, logits_V: Tensor) -> None:
-        """Sets the logits of tokens that may not come next to minus infinity, in place. If that
+        """Set the logits of tokens that may not come next to minus infinity, in place. If they
         cannot be computed, `accept` raises."""
         began = time.perf_counter()
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -50,7 +51,7 @@ class Grammar:
         logits_V.masked_fill_(~allowed.to(logits_V.device), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """The token was chosen."""
+        """Follow a token that was chosen."""
         if not self._matcher.consume_token(token):
             self._compiled.has_failed = True
             raise ConfigError(
@@ -60,21 +61,21 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may come next."""
+        """Whether no token may come next."""
         return bool(self._matcher.is_stopped())
 
 
 @dataclass
 class _Compiled:
-    """A schema as a matcher. Its copies share a table of the texts that were possible so far, which
-    only grows; they fail together when it is full."""
+    """Schema as a matcher. Copies of the matcher share a table of the texts that were possible so
+    far, which only grows; they fail together when it is full."""
 
     matcher: Any
     """An LLMatcher of llguidance at its beginning."""
     seconds: float
-    """For compiling it."""
+    """Time that compiling took."""
     used_seconds: float = 0.0
-    """For masks of its copies."""
+    """Time that masks of copies took."""
     has_failed: bool = False
 
     @property
@@ -87,7 +88,7 @@ class _Compiled:
 class _Entry:
     attempt: Attempt
     outcome: "Future[_Compiled | str]"
-    """Or why it cannot be compiled."""
+    """The compiled schema, or the reason why it cannot be compiled."""
     holders: int = 0
 
 
@@ -100,15 +101,15 @@ def _is_worn(entry: _Entry) -> bool:
 
 
 class Compilation:
-    """A context in which a schema is compiled and stays so; one that is left before is cancelled.
-    Any thread may use it."""
+    """Context in which a schema is compiled and stays compiled. Leaving it earlier cancels the
+    compilation. Any thread may use it."""
 
     def __init__(self, entry: _Entry, release: Callable[[], None]) -> None:
         self._entry = entry
         self._release = release
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Calls the function, perhaps in another thread, when it has ended."""
+        """Call a function, perhaps in another thread, when the compilation has ended."""
         self._entry.outcome.add_done_callback(lambda _: call())
 
     @property
@@ -116,11 +117,11 @@ class Compilation:
         return self._entry.outcome.done()
 
     def check(self) -> None:
-        """Waits until it has ended; raises if there is no grammar."""
+        """Wait for the end of the compilation; raises if it has failed."""
         self._result()
 
     def grammar(self) -> Grammar:
-        """For one answer, when it has ended."""
+        """Wait for the end of the compilation, and return a grammar for one answer."""
         return Grammar(self._result())
 
     def _result(self) -> _Compiled:
@@ -140,8 +141,8 @@ class Compilation:
 
 
 class Grammars:
-    """Makes grammars for one model. Compiling takes a tenth of a second for hundreds of properties:
-    several answers of a request, and later ones, get a copy."""
+    """Compiled schemas of one model. Compiling takes a tenth of a second for hundreds of
+    properties: several answers of a request, and later requests, get copies."""
 
     def __init__(self, codec: Codec | None, ends: Collection[int], vocabulary: int) -> None:
         self._codec = codec
@@ -155,12 +156,12 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_AT_ONCE, "overspill-schema")
 
     def from_schema(self, schema: str) -> Grammar:
-        """For answers that are JSON of this schema."""
+        """Return a grammar for an answer that is JSON of a schema."""
         with self.compile(schema) as compilation:
             return compilation.grammar()
 
     def compile(self, schema: str) -> Compilation:
-        """Begins to compile a schema, if it is not compiled yet, and returns at once."""
+        """Begin to compile a schema, if it is not compiled yet, and return at once."""
         if self._codec is None:
             raise ConfigError("this model has no tokenizer; a json_schema needs one")
         _llguidance()
@@ -178,7 +179,8 @@ class Grammars:
         return Compilation(entry, functools.partial(self._release, schema, entry))
 
     def _forget(self) -> None:
-        """Under the lock: schemas that no request uses, if they are too many or hold much."""
+        """Forget schemas that no request uses, if they are too many or their tables are large. The
+        caller holds the lock."""
         unused = [text for text, entry in self._entries.items() if not entry.holders]
         too_many = max(0, len(self._entries) - _KEPT)
         for number, text in enumerate(unused):
@@ -198,7 +200,7 @@ class Grammars:
         entry.attempt.cancel()
 
     def close(self) -> None:
-        """Ends what is being compiled."""
+        """Cancel all compilations."""
         with self._lock:
             self._closed = True
             entries = list(self._entries.values())
@@ -210,8 +212,8 @@ class Grammars:
         self._threads.shutdown()
 
     def _compile(self, schema: str, attempt: Attempt) -> _Compiled | str:
-        """In a thread of its own. Another process compiles first: only a schema that is within the
-        limits is compiled here, too."""
+        """Compile a schema, in a thread of its own. Another process compiles first: only a schema
+        within the limits is compiled here, too."""
         try:
             source = self._process.compile(schema, attempt)
             with self._tokenizer_lock:
@@ -230,7 +232,7 @@ class Grammars:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        """It takes a second for a large vocabulary."""
+        """The tokenizer for llguidance. Reading a large vocabulary takes a second."""
         assert self._codec is not None
         if self._codec.library is not None and self._ends:
             try:
@@ -253,8 +255,8 @@ def _from_library(library: Any, ends: Sequence[int], vocabulary: int) -> Any:
 
 
 class _Bytes:
-    """Tokens as bytes, in the form that llguidance reads. The last one ends the text if no token of
-    the model does."""
+    """Tokens as bytes, in the form that llguidance reads. The last token ends the text if no token
+    of the model does."""
 
     def __init__(self, codec: Codec, ends: Sequence[int], vocabulary: int) -> None:
         self._codec = codec
@@ -298,6 +300,6 @@ def _llguidance() -> Any:
 
 
 def _reason(matcher: Any) -> str:
-    """Why a matcher has failed, in one line."""
+    """Return the reason why a matcher has failed, in one line."""
     first = first_line(matcher.get_error())
     return "no token of this model may follow" if first == "NoExtensionBias" else first

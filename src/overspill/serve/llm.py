@@ -29,10 +29,11 @@ from overspill.serve.options import LLMArguments, LLMOptions
 from overspill.serve.pacing import Pacing
 from overspill.serve.params import Piece, Result, SamplingParams
 from overspill.serve.prompts import (
+    PlainPrompts,
     Prompt,
+    Prompts,
     check_ids,
     check_prompt,
-    check_tokens,
     list_prompts,
     params_of_each,
 )
@@ -40,24 +41,24 @@ from overspill.serve.request import Request
 from overspill.serve.rules import make_rules
 from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
-from overspill.serve.seq2seq import DecoderPrompts, check_no_decoder
+from overspill.serve.seq2seq import SourcePrompts
 from overspill.serve.source import open_source
 from overspill.serve.support import has_states, splits_prompts, why_not_paged
-from overspill.serve.text import Codec, TextStream, check_text
+from overspill.serve.text import TextStream, need_codec
 from overspill.trace.spans import Span
 
 _log = logging.getLogger("overspill")
 _LEAST_SLOTS = 2
-"""For prompts: one expert computes while another loads."""
+"""GPU slots for prompts: one expert computes while another loads."""
 _BLOCK = 16
 """Tokens of a block of keys and values."""
 _CHECKPOINT_SHARE = 1 / 16
-"""Of free host memory, for states that requests with the same beginning continue from."""
+"""Share of free host memory for states that requests with the same beginning continue from."""
 _LEAST_PIECE = 512
 """Tokens of prompts in a batch; more where that is measured to be faster."""
 _ANSWERS_SHARE = 0.25
-"""Of the time, for answers that run while prompts are computed: answers go on visibly, and a prompt
-takes a third longer."""
+"""Share of the time for answers that run while prompts are computed: answers go on visibly, and a
+prompt takes a third longer."""
 
 
 class LLM:
@@ -70,14 +71,15 @@ class LLM:
     in all memory.
 
     Prompts of models with an encoder and a decoder (Switch Transformers, NLLB-MoE) are sources for
-    the encoder; `SamplingParams` has languages for them, and what the decoder begins with.
+    the encoder; `SamplingParams` has their languages, and a prompt for the decoder.
 
     Several threads may use it at once: their requests are computed together.
     """
 
     @init_takes(LLMArguments)
     def __init__(self, model: Any, options: LLMArguments) -> None:
-        """All arguments after `disk` are given by name."""
+        """Load a model for inference, or take one that is loaded. Arguments after `disk` are given
+        by name."""
         check_options(options, LLMOptions)
         gpu_only = options.mode == "gpu-only"
         budgets = Budgets(
@@ -107,10 +109,10 @@ class LLM:
             if source.owned:
                 source.model.overspill.close()
             raise
-        self._decoder: DecoderPrompts | None = None
-        if source.has_encoder:
-            vocabulary = self._vocabulary()
-            self._decoder = DecoderPrompts(source.model, source.codec, vocabulary, source.context)
+        new_prompts = SourcePrompts if source.has_encoder else PlainPrompts
+        self._prompts: Prompts = new_prompts(
+            source.model, source.codec, self._vocabulary(), source.context
+        )
         self._grammars = Grammars(source.codec, source.ends, self._vocabulary())
         self._background = Background(self._loop)
 
@@ -126,11 +128,15 @@ class LLM:
         runner: Runner
         if paged:
             dense_there = not source.model.overspill.placement.dense_weights
-            fused = on_gpu and dense_there and has_triton("fused decoding")
-            limits = source.n_blocks, _BLOCK, source.context, max_batch, fused
-            runner = PagedRunner(source.model, self.device, *limits, options, checkpoints)
-            if fused and checkpoints is not None:
-                pin_copies(source.model, checkpoints.limit)
+            limits = source.n_blocks, _BLOCK, source.context, max_batch
+            if on_gpu and dense_there and has_triton("fused decoding"):
+                from overspill.serve.fused_runner import FusedRunner  # imports Triton
+
+                runner = FusedRunner(source.model, self.device, *limits, options, checkpoints)
+                if checkpoints is not None:
+                    pin_copies(source.model, checkpoints.limit)
+            else:
+                runner = PagedRunner(source.model, self.device, *limits, checkpoints)
         else:
             name = type(source.model).__name__
             _log.warning("%s computes one request after another: %s", name, reason)
@@ -146,7 +152,7 @@ class LLM:
         return ServingLoop(runner, scheduler, source.ends, stream, pacing, pieces)
 
     def _new_checkpoints(self) -> Checkpoints:
-        """They have a share of the host memory that is free now."""
+        """Return checkpoints with a share of the host memory that is free now."""
         free, budget = available_memory(), self.model.overspill.budget_by_tier()["host"]
         return Checkpoints(int(_CHECKPOINT_SHARE * min(free, free if budget is None else budget)))
 
@@ -155,8 +161,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]:
-        """The results of the prompts (texts or lists of token ids), in their order. `params` are
-        for all prompts, or one for each. If one of several fails, the others are finished first."""
+        """Return the results of the prompts (texts or lists of token ids), in their order. `params`
+        are for all prompts, or a list with one for each. If one of several fails, the others are
+        finished first."""
         listed = list_prompts(prompts)
         requests = [
             self._request(*each)
@@ -174,7 +181,7 @@ class LLM:
         return [request.result() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
-        """The text of one prompt while it is made."""
+        """Yield the answer to one prompt piece by piece, while it is generated."""
         (checked,) = params_of_each(params, [prompt])
         return self._stream(self._request(prompt, checked))
 
@@ -198,24 +205,24 @@ class LLM:
         params: SamplingParams | None = None,
         on_piece: Callable[[Piece], None] | None = None,
     ) -> Submission:
-        """Starts to answer a prompt and returns at once: a thread of this LLM computes. `on_piece`
-        is called there for each piece, and must not wait; the last one has a `finish_reason`. If it
-        raises, the request is cancelled."""
+        """Start to answer a prompt and return at once: a thread of this LLM computes. `on_piece` is
+        called there for each piece, and must not wait; the last piece has a `finish_reason`. If
+        `on_piece` raises, the request is cancelled."""
         if on_piece is not None and not callable(on_piece):
             raise ConfigError(f"on_piece={on_piece!r} must be a function that takes a Piece")
         (checked,) = params_of_each(params, [prompt])
         return self._background.submit(self._request(prompt, checked), on_piece)
 
     def compile_schema(self, params: SamplingParams) -> Compilation | None:
-        """Begins to compile the `json_schema` of `params` and returns at once; None if they have
-        none. Used in a `with` statement: within it, `submit` does not wait once it is done, and
-        leaving it earlier cancels it."""
+        """Begin to compile the `json_schema` of `params` and return at once; None if they have
+        none. The result is used in a `with` statement: within it, `submit` does not wait once the
+        compilation is done, and leaving it earlier cancels the compilation."""
         self._check_open()
         return None if params.json_schema is None else self._grammars.compile(params.schema_text())
 
     def reset_prefix_cache(self) -> None:
-        """Before the next batch forgets the keys and values of all prompts and answers: for changes
-        of weights that are not seen, such as those of `parameter.data`."""
+        """Forget the keys and values of all prompts and answers before the next batch. Needed after
+        changes of weights that are not detected, such as those of `parameter.data`."""
         self._loop.restart()
 
     def stats(self) -> dict[str, Any]:
@@ -236,8 +243,8 @@ class LLM:
             "kv_blocks": pool.n_blocks,
             "kv_blocks_free": pool.n_free,
             "cache_bytes": self._loop.runner.cache_bytes,
-            "checkpoints": 0 if pool.checkpoints is None else len(pool.checkpoints),
-            "checkpoint_bytes": 0 if pool.checkpoints is None else pool.checkpoints.nbytes,
+            "checkpoints": len(pool.checkpoints),
+            "checkpoint_bytes": pool.checkpoints.nbytes,
             "bytes": engine.bytes_by_tier(),
             "budgets": engine.budget_by_tier(),
             "gpu_reserved": engine.memory.reserved_bytes(),
@@ -246,8 +253,8 @@ class LLM:
         }
 
     def take_spans(self) -> list[Span]:
-        """When the CPU computed experts that were not on the GPU, since the last call (the latest
-        4096 times): for a timeline."""
+        """Return the times since the last call at which the CPU computed experts that were not on
+        the GPU, at most the latest 4096: for a timeline."""
         return self._loop.runner.take_spans()
 
     def chat_tokens(
@@ -256,14 +263,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_arguments: Any,
     ) -> list[int]:
-        """The prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
-        template, which gets `tools` and the other arguments; without one, the lines of the chat as
-        plain text. An encoder-decoder has no chats."""
+        """Return the prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
+        template, which gets `tools` and the other arguments; without a template, the lines of the
+        chat as plain text. An encoder-decoder has no chats."""
         self.check_chats()
         return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
 
     def check_chats(self) -> None:
-        """Raises if this model has no chats: an encoder-decoder answers single prompts."""
+        """Raise if this model has no chats: an encoder-decoder answers single prompts."""
         if self.has_encoder:
             raise ConfigError(
                 f"{type(self.model).__name__} has an encoder and a decoder: it answers single "
@@ -276,52 +283,39 @@ class LLM:
 
     @property
     def chat_template(self) -> str | None:
-        """The text of the chat template, which tells what it supports."""
+        """The text of the chat template; its variables show which features it supports."""
         return conversation.template_of(self._source.codec)
 
     @property
     def has_encoder(self) -> bool:
         """Whether prompts are sources for an encoder, and a decoder writes the answers."""
-        return self._decoder is not None
+        return self._source.has_encoder
 
     @property
     def languages(self) -> list[str]:
-        """The languages of sources and answers, as the tokenizer names them; mostly none."""
-        return [] if self._decoder is None else list(self._decoder.languages)
+        """Names of the languages of sources and answers in the tokenizer; empty for most models."""
+        return list(self._prompts.languages)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises if this model cannot have these languages or this decoder prompt."""
-        if self._decoder is None:
-            check_no_decoder(params, self.model)
-        else:
-            self._decoder.check(params)
+        """Raise if this model cannot have these languages or this decoder prompt."""
+        self._prompts.check(params)
 
     def encode(self, text: str, src_lang: str | None = None) -> list[int]:
-        """The tokens of a text, which may be a source in a language."""
-        if self._decoder is not None:
-            return self._decoder.encode(text, src_lang)
-        check_no_decoder(SamplingParams(src_lang=src_lang), self.model)
-        check_text(text)
-        return self._codec.encode(text)
+        """Return the tokens of a text, which may be a source in a language."""
+        return self._prompts.encode(text, src_lang)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         check_ids(tokens, self._vocabulary())
-        return self._codec.decode(list(tokens))
+        return need_codec(self._source.codec).decode(list(tokens))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         check_ids([token], self._vocabulary())
-        return self._codec.token_bytes(token)
-
-    @property
-    def _codec(self) -> Codec:
-        if self._source.codec is None:
-            raise ConfigError("this model has no tokenizer; give token ids instead of text")
-        return self._source.codec
+        return need_codec(self._source.codec).token_bytes(token)
 
     def close(self) -> None:
-        """Frees the model if it was loaded here; a given model can be used otherwise again."""
+        """Free the model if it was loaded here; a given model can be used otherwise again."""
         if self._closed:
             return
         if self.model.overspill.lifetime.forked:  # it has neither threads nor a GPU
@@ -350,13 +344,7 @@ class LLM:
         self._check_open()
         codec, vocabulary = self._source.codec, self._vocabulary()
         given = prompt if isinstance(prompt, str) else check_prompt(prompt)
-        source: list[int] = []
-        if self._decoder is not None:
-            source, tokens = self._decoder.source(given, params), self._decoder.opening(params)
-        else:
-            check_no_decoder(params, self.model)
-            tokens = self.encode(given) if isinstance(given, str) else list(given)
-            check_tokens(tokens, vocabulary, self.context)
+        source, tokens = self._prompts.read(given, params)
         if params.stops and codec is None:
             raise ConfigError("this model has no tokenizer: stop strings cannot be found")
         for token in params.logit_bias or ():
@@ -375,7 +363,7 @@ class LLM:
 
 
 def _check_loaded(options: LLMArguments) -> None:
-    """Refuses arguments that a model which is loaded already was loaded with."""
+    """Raise if arguments are given that are for the loading of a model: this one is loaded."""
     given = values_of(options, MemoryLimits) | {
         "host_slots": options.host_slots,
         "mode": options.mode if options.mode == "gpu-only" else None, "dtype": options.dtype,

@@ -19,7 +19,7 @@ from overspill.serve.pacing import Pacing
 from overspill.serve.request import Request
 from overspill.serve.runners import Runner
 from overspill.serve.sampling import Choice
-from overspill.serve.scheduler import Scheduler, Work, prompt_tokens
+from overspill.serve.scheduler import BatchItem, Scheduler, prompt_tokens
 from overspill.serve.stats import Stats
 
 _log = logging.getLogger("overspill")
@@ -28,24 +28,24 @@ _FEWEST = 16
 
 
 @dataclass
-class Pass:
-    """A batch that is being computed."""
+class RunningBatch:
+    """Batch that is being computed."""
 
-    batch: list[Work]
+    batch: list[BatchItem]
     requests: list[Request]
     """Requests that get a token."""
     choice: Choice | None
-    """Their tokens; None if there are none."""
+    """The tokens of these requests; None if there are none."""
     began: float
 
 
 class ServingLoop:
-    """Computes batches. Any thread that waits for a request computes the next one, one at a time,
-    and all requests of all threads are in it. What a batch changes is changed when it has
-    succeeded, and not interrupted: Ctrl-C in one thread loses nothing of another's.
+    """Computes batches, one at a time, with the requests of all threads. Any thread that waits for
+    a request computes the next batch. Requests change only when a batch has succeeded, and without
+    interruption: Ctrl-C in one thread loses no result of another thread.
 
     Where the runner can, the next batch begins on the device before the host has read the tokens of
-    this one; a request that ends with them is computed once too often."""
+    this one; a request that ends with these tokens is computed once too often."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class ServingLoop:
         pieces: PieceSizes | None = None,
     ) -> None:
         """`ends` are the tokens that end a text. All batches are computed on `stream`: threads may
-        have different current ones, and a batch may begin before the last one has ended. Without
-        `pacing`, prompts never wait for answers. Without `pieces`, all batches have the same limit
-        of tokens of prompts, that of the scheduler."""
+        have different current streams, and a batch may begin before the last one has ended. Without
+        `pacing`, prompts never wait for answers. Without `pieces`, the limit of prompt tokens in a
+        batch is always that of the scheduler."""
         self.runner = runner
         self._stream = stream
         self._pieces = pieces or PieceSizes(scheduler.chunk, scheduler.chunk)
@@ -69,19 +69,20 @@ class ServingLoop:
         self.scheduler = scheduler
         self._pacing = pacing or Pacing(0)
         self._ends = frozenset(ends)
-        self._turn = threading.Lock()  # of the thread that changes requests
+        self._turn = threading.Lock()  # held by the thread that changes requests
         self._owner: int | None = None  # that thread
-        self._inbox: deque[Callable[[], None]] = deque()  # what it does before the next batch
-        self._arriving: set[Request] = set()  # requests in it
+        self._inbox: deque[Callable[[], None]] = deque()  # changes before the next batch
+        self._arriving: set[Request] = set()  # requests that the inbox adds
         self._waiting = threading.RLock()
         self._turn_ended = Condition(self._waiting)
         self._closed = False
-        self._ahead: Pass | None = None  # the batch after the last one that has ended
-        self._given_up = False  # a batch that nobody wants any more may still be computed, and fail
+        self._ahead: RunningBatch | None = None  # the batch after the last one that has ended
+        self._abandoned = False  # a batch whose results are not used may still run, and fail
         self._last_end = 0.0
         self.stats = Stats()
 
     def add(self, request: Request) -> None:
+        """Add a request before the next batch."""
         self._arriving.add(request)
         self._inbox.append(partial(self._add, request))
 
@@ -91,25 +92,26 @@ class ServingLoop:
         self._arriving.discard(request)
 
     def remove(self, request: Request) -> None:
-        """Takes effect before the next batch. Does not wait for this one: the garbage collector
-        may end a stream in the thread that computes it."""
-        self._inbox.append(partial(self._remove, request))
-        if not self._turn.locked():  # given up: nothing may follow for a while
+        """Remove a request before the next batch. Does not wait for this batch: the garbage
+        collector may end a stream in the thread that computes it."""
+        self.cancel(request)
+        if not self._turn.locked():  # no thread waits: nothing may follow for a while
             self.runner.pause()
 
     def restart(self) -> None:
-        """Before the next batch, all that was computed is void."""
+        """Compute running requests again, from the next batch on: keys and values are void."""
         self._inbox.append(self._restart)
 
     def _restart(self) -> None:
-        self._given_up = self._given_up or self._ahead is not None
+        self._abandoned = self._abandoned or self._ahead is not None
         self._ahead = None
         for request in self.scheduler.running:
             self.runner.forget(request)
         self.scheduler.restart()
 
     def cancel(self, request: Request) -> None:
-        """`remove`, if a thread computes the next batch or looks at `has_changes`."""
+        """Remove a request before the next batch. Only for callers that know of a thread which
+        computes the next batch or looks at `has_changes`; others call `remove`."""
         self._inbox.append(partial(self._remove, request))
 
     @property
@@ -119,7 +121,7 @@ class ServingLoop:
 
     @property
     def n_waiting(self) -> int:
-        """Requests that do not run yet."""
+        """Number of requests that do not run yet."""
         return len(self.scheduler.waiting) + len(self._arriving)
 
     @property
@@ -128,7 +130,7 @@ class ServingLoop:
         return self._owner == threading.get_ident()
 
     def check_may_wait(self, what: str) -> None:
-        """Raises in callbacks of requests, which a batch waits for."""
+        """Raise in callbacks of requests, which a batch waits for."""
         if self.computes_here:
             raise OrderError(
                 f"{what} waits for batches, which wait for this callback; call it in another "
@@ -136,13 +138,13 @@ class ServingLoop:
             )
 
     def fail(self, requests: list[Request], error: Exception) -> None:
-        """Ends requests with an error, when the batch that is computed has ended."""
+        """End requests with an error, when the current batch has ended."""
         with self._whole_turn():
             self._fail(requests, error)
 
     @contextmanager
     def _whole_turn(self) -> Iterator[None]:
-        """Waits for the batch that is computed."""
+        """Context after the current batch in which no other begins."""
         with self._turn:
             self._owner = threading.get_ident()
             try:
@@ -155,7 +157,7 @@ class ServingLoop:
         self.runner.forget(request)
 
     def close(self) -> None:
-        """Requests that wait end with an error, when the batch that is computed has ended."""
+        """End all requests with an error, when the current batch has ended."""
         self.check_may_wait("close")
         self._closed = True
         with self._whole_turn():
@@ -166,7 +168,7 @@ class ServingLoop:
                 self.scheduler.pool.forget()
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Computes batches until `done`; other threads may compute some of them."""
+        """Compute batches until `done`; other threads may compute some of them."""
         self.check_may_wait("this")
         while not done():
             taken: list[bool] = []
@@ -187,6 +189,7 @@ class ServingLoop:
                     self._turn_ended.wait()
 
     def _step(self) -> None:
+        """Apply the changes of the inbox, and compute a batch."""
         with DeferredInterrupt():
             while self._inbox:
                 self._inbox.popleft()()
@@ -211,7 +214,7 @@ class ServingLoop:
         self.runner.pause()  # all were cancelled
 
     def _follow_weights(self, dense: bool) -> None:
-        """If weights have changed since the last batch, nothing that was computed is right. Dense
+        """Compute running requests again if weights have changed since the last batch. Dense
         weights are compared before prompts only: it takes as long as a part of a decoding step."""
         scheduler = self.scheduler
         try:
@@ -222,10 +225,13 @@ class ServingLoop:
         if changed:
             self._restart()
 
-    def _compute(self, batch: list[Work], now: Pass | None, early: bool = True) -> None:
-        """If an expert cannot be read, each request of the batch is tried alone: those that do not
-        need it continue. Without `early`, no batch begins before this one has ended."""
-        following: Pass | None = None
+    def _compute(
+        self, batch: list[BatchItem], now: RunningBatch | None, early: bool = True
+    ) -> None:
+        """Compute a batch, or the rest of one that has begun (`now`). If an expert cannot be read,
+        each request of the batch is tried alone: requests that do not need it continue. Without
+        `early`, no batch begins before this one has ended."""
+        following: RunningBatch | None = None
         try:
             with torch.inference_mode(), self._on_stream():
                 began = time.perf_counter()
@@ -235,20 +241,20 @@ class ServingLoop:
                         now = self._choose(batch, logits, began)
                     assert now is not None
                     # until the tokens of this batch are appended: the next one overwrites them
-                    self._ahead, self._given_up = None, True
+                    self._ahead, self._abandoned = None, True
                     following = self._begin_next(now) if early else None
                     self._end(now)
                     self._ahead = following if self.scheduler.running else None
-                    self._given_up = following is not self._ahead
+                    self._abandoned = following is not self._ahead
         except Exception as error:  # a model may raise anything
             with DeferredInterrupt():
-                self._ahead, self._given_up = None, True
+                self._ahead, self._abandoned = None, True
                 if isinstance(error, torch.OutOfMemoryError) and self._save_memory(batch):
                     return  # the next batch has the same requests
-                # what has begun early may be what has failed
+                # the batch that has begun early may have failed instead
                 alone = len(batch) == 1 and following is None
                 if alone or not isinstance(error, DiskError):
-                    requests = [work.request for work in batch]
+                    requests = [item.request for item in batch]
                     if isinstance(error, torch.OutOfMemoryError):  # answers fit without prompts
                         prompts = [request for request in requests if request.pending > 1]
                         requests = prompts or requests
@@ -256,27 +262,27 @@ class ServingLoop:
                     return
         else:
             return
-        for work in batch:
-            if work.request in self.scheduler.running:
-                self._compute([work], None, early=False)
+        for item in batch:
+            if item.request in self.scheduler.running:
+                self._compute([item], None, early=False)
 
-    def _save_memory(self, batch: list[Work]) -> bool:
-        """After a batch that did not fit into memory: whether the next one is smaller, or has more
-        memory."""
+    def _save_memory(self, batch: list[BatchItem]) -> bool:
+        """Make the next batch smaller, or free memory, after a batch did not fit; return False if
+        neither is possible."""
         tokens = prompt_tokens(batch)
         _log.info("a batch with %d tokens of prompts did not fit into memory", tokens)
         if not self.scheduler.split:
-            return self.runner.give_memory()
+            return self.runner.free_memory()
         return (
             self._pieces.shrink(tokens)
-            or self.runner.give_memory()
+            or self.runner.free_memory()
             or self._pieces.shrink(tokens, _FEWEST)
         )
 
-    def _run(self, batch: list[Work]) -> Tensor:
-        if self._given_up:
+    def _run(self, batch: list[BatchItem]) -> Tensor:
+        if self._abandoned:
             self.runner.discard()
-            self._given_up = False
+            self._abandoned = False
         return self.runner.run(batch)
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
@@ -285,18 +291,19 @@ class ServingLoop:
             if not request.finished:
                 request.fail(error)
 
-    def _choose(self, batch: list[Work], logits: Tensor, began: float) -> Pass:
-        ready = [n for n, work in enumerate(batch) if work.n_tokens == work.request.pending]
+    def _choose(self, batch: list[BatchItem], logits: Tensor, began: float) -> RunningBatch:
+        """Choose the next tokens of the requests whose tokens are all computed by the batch."""
+        ready = [n for n, item in enumerate(batch) if item.n_tokens == item.request.pending]
         requests = [batch[number].request for number in ready]
         if not ready:
-            return Pass(batch, requests, None, began)
+            return RunningBatch(batch, requests, None, began)
         draws = [request.draw() for request in requests]
         if len(ready) == len(batch):
-            return Pass(batch, requests, Choice(logits, draws, self.runner.chosen), began)
-        return Pass(batch, requests, Choice(logits[ready], draws), began)
+            return RunningBatch(batch, requests, Choice(logits, draws, self.runner.chosen), began)
+        return RunningBatch(batch, requests, Choice(logits[ready], draws), began)
 
-    def _begin_next(self, now: Pass) -> Pass | None:
-        """Begins the batch after `now`, if it has the same requests."""
+    def _begin_next(self, now: RunningBatch) -> RunningBatch | None:
+        """Begin the batch after `now` on the device, if it has the same requests."""
         choice, scheduler = now.choice, self.scheduler
         if choice is None or choice.needs_host or self._inbox:
             return None
@@ -305,7 +312,7 @@ class ServingLoop:
         alive = [request for request in now.requests if not request.finished]
         if alive != scheduler.running or len(alive) != len(now.batch):
             return None
-        if any(work.n_tokens != 1 for work in now.batch):
+        if any(item.n_tokens != 1 for item in now.batch):
             return None
         if any(request.is_last for request in alive) or not scheduler.reserve_next(alive):
             return None
@@ -313,11 +320,11 @@ class ServingLoop:
         if logits is None:
             return None
         draws = [request.draw(1) for request in alive]
-        return Pass(
-            now.batch, alive, Choice(logits, draws, self.runner.chosen), time.perf_counter()
-        )
+        choice = Choice(logits, draws, self.runner.chosen)
+        return RunningBatch(now.batch, alive, choice, time.perf_counter())
 
-    def _end(self, now: Pass) -> None:
+    def _end(self, now: RunningBatch) -> None:
+        """Wait for the tokens of a batch, record it, and give the tokens to the requests."""
         tokens: list[int | None] = []
         logprobs: list[dict[int, float] | None] = []
         if now.choice is not None:
@@ -326,8 +333,8 @@ class ServingLoop:
             logprobs = now.choice.logprobs(tokens)
         elif self._stream is not None:  # a piece of a prompt: its time is measured too
             self._stream.synchronize()
-        # some may have ended, or are not wanted any more, since the batch began
-        batch = [work for work in now.batch if work.request in self.scheduler.running]
+        # some requests may have ended or been cancelled since the batch began
+        batch = [item for item in now.batch if item.request in self.scheduler.running]
         end = time.perf_counter()
         seconds = end - max(now.began, self._last_end)
         self.stats.count(batch, seconds)
@@ -335,8 +342,8 @@ class ServingLoop:
         if tokens_of_prompts := prompt_tokens(now.batch):
             self._pieces.record(tokens_of_prompts, seconds)
         self._last_end = end
-        for work in batch:
-            self.scheduler.computed(work)
+        for item in batch:
+            self.scheduler.computed(item)
         for request, token, logs in zip(now.requests, tokens, logprobs, strict=True):
             if request in self.scheduler.running:
                 self._append(request, token, logs)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    """What steps of one token do about experts that are not on the GPU"""
+    """Decoding with experts that are not on the GPU"""
 
     mode: Annotated[
         str,

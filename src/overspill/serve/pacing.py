@@ -1,11 +1,11 @@
-"""How time is divided between prompts and answers."""
+"""The division of time between prompts and answers."""
 
 from collections.abc import Sequence
 
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 
 _MOST = 2.0
-"""Seconds that prompts wait at most: compiling, for one, may make a batch slow."""
+"""Seconds that prompts wait at most: a batch may be slow once, as when kernels are compiled."""
 
 
 class Pacing:
@@ -14,7 +14,7 @@ class Pacing:
     A batch with tokens of prompts uses most experts. If they are streamed it takes as long as
     dozens of batches without prompts, whatever the number of its tokens, and smaller parts of
     prompts would not help. So after such a batch, answers alone are computed until they have had
-    their share. What a batch took is measured: where prompts are fast, they hardly wait.
+    their share. The time of each batch is measured: where prompts are fast, they hardly wait.
     """
 
     def __init__(self, share: float) -> None:
@@ -30,9 +30,9 @@ class Pacing:
         than they are owed waits for a later turn."""
         return self._owed <= self._step
 
-    def record(self, batch: Sequence[Work], seconds: float) -> None:
-        """Called before the tokens of the batch are counted as computed."""
-        with_prompts = [work.request.pending > 1 for work in batch]
+    def record(self, batch: Sequence[BatchItem], seconds: float) -> None:
+        """Record the time of a batch, before its tokens are counted as computed."""
+        with_prompts = [item.request.pending > 1 for item in batch]
         if all(with_prompts):  # no answer has waited
             self._owed = 0.0
         elif any(with_prompts):

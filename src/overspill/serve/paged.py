@@ -1,7 +1,7 @@
 """Keys and values in blocks, and attention over them.
 
-Shapes: T tokens of a batch, N sequences, L tokens of a sequence with those before, h heads, k heads
-of keys and values, d width of a head.
+Shapes: T tokens of a batch, N sequences, L tokens of a sequence from its first one on, h heads, k
+heads of keys and values, d width of a head.
 """
 
 import itertools
@@ -26,30 +26,30 @@ _SCORES = 256 << 20
 
 @dataclass(frozen=True)
 class SourceSpan:
-    """The source of a sequence, whose keys and values are in blocks of its own."""
+    """Source of a sequence, whose keys and values are in blocks of their own."""
 
     blocks: Sequence[int]
     count: int
     new: bool
-    """The batch computes it."""
+    """Whether the batch computes the source."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of one sequence that a batch computes."""
+    """Tokens of one sequence that a batch computes."""
 
     blocks: Sequence[int]
     before: int
-    """Tokens whose keys and values are in the blocks."""
+    """Number of tokens whose keys and values are in the blocks."""
     count: int
     source: SourceSpan | None = None
-    """Of sequences of an encoder-decoder."""
+    """The source of the sequence in an encoder-decoder."""
     state: int = 0
-    """The slot of its state, in models that have some."""
+    """The slot of the sequence's state, in models that have states."""
 
 
 class Layout:
-    """Positions of the tokens of a batch: one sequence after another."""
+    """Positions and slots of the tokens of a batch, one sequence after another."""
 
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
         self.spans = spans
@@ -71,15 +71,15 @@ class Layout:
         self.sources = _Reads(counts, slots, device)
         new = [number for number, each in enumerate(sources) if each.new]
         self.new_sources = _parts([sources[number].count for number in new])
-        """The tokens of each source that the batch computes, one source after another."""
+        """Rows of the tokens of each source that the batch computes, one source after another."""
         self.write_sources = None
-        """Their slots."""
+        """Slots of the tokens of these sources."""
         if new:
             self.write_sources = torch.cat([slots[number] for number in new]).to(device)
 
 
 class _Reads:
-    """The slots that the tokens of each sequence read."""
+    """Slots that the tokens of each sequence read."""
 
     def __init__(
         self, counts: Sequence[int], slots: Sequence[Tensor], device: torch.device
@@ -91,7 +91,7 @@ class _Reads:
             [slots[number] for number in single],
             device,
         )
-        """Sequences with one new token: they attend together."""
+        """Sequences with one new token, which attend together."""
         self.several = [
             (rows[number], slots[number].to(device))
             for number, count in enumerate(counts)
@@ -100,13 +100,13 @@ class _Reads:
 
 
 def _parts(counts: Sequence[int]) -> list[slice]:
-    """So many rows each, one part after another."""
+    """Return consecutive parts with these numbers of rows."""
     ends = list(itertools.accumulate(counts))
     return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
 
 class _Single:
-    """Rows of sequences with one token, and the slots of their keys, padded to the longest."""
+    """Rows of sequences with one new token, and the slots of their keys, padded to the longest."""
 
     def __init__(self, rows: Tensor, slots: Sequence[Tensor], device: torch.device) -> None:
         self.rows = rows.to(device)
@@ -115,34 +115,35 @@ class _Single:
         read = torch.zeros(len(slots), longest, dtype=torch.long)
         for row, each in zip(read, slots, strict=True):
             row[: len(each)] = each
-            row[len(each) :] = each[0]  # not another's: what is NaN there would be NaN here
+            row[len(each) :] = each[0]  # not another's: a NaN there would become a NaN here
         self.read = read.to(device)
         self.positions = (lengths - 1)[:, None].to(device)
-        """Of the last key of each."""
+        """Positions of the last key of each row."""
 
 
 def _slots(used: Sequence[int], count: int, block_size: int) -> Tensor:
-    """The slots of the first `count` tokens in these blocks."""
+    """Return the slots of the first `count` tokens in these blocks."""
     positions = torch.arange(count)
     blocks = torch.tensor(list(used), dtype=torch.long)
     return blocks[positions // block_size] * block_size + positions % block_size
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The positions of the keys that an indexer has chosen for each token of a batch; None for
-    sequences whose tokens see all before them."""
+class ChosenKeys:
+    """Positions of the keys that an indexer has chosen for each token of a batch; None for
+    sequences whose tokens see all tokens before them."""
 
     single_NK: Tensor | None
-    """Of sequences with one new token, the best ones first."""
+    """Positions for sequences with one new token, the best keys first."""
     several_TK: Sequence[Tensor | None]
-    """Of each of the others. Some may come after their token, which does not see them."""
+    """Positions for each of the other sequences. Some may come after their token, which does not
+    see them."""
 
 
 class PagedCache:
     """Keys and values of all layers, and keys of indexers, in `n_blocks` blocks of `block_size`
-    slots, and one block more for what nobody reads. The memory of a layer is allocated when its
-    first keys arrive: layers may differ."""
+    slots. The keys of rows that only fill a batch up go to one block more. The memory of a layer is
+    allocated when its first keys arrive: layers may differ."""
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -150,7 +151,7 @@ class PagedCache:
         self._n_slots = (n_blocks + 1) * block_size
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._indexed: dict[int, Tensor] = {}
-        self._layout: Layout | None = None
+        self._layout: Layout  # of the batch that is computed
 
     @property
     def nbytes(self) -> int:
@@ -158,19 +159,17 @@ class PagedCache:
         return sum(each.nbytes for each in (*pairs, *self._indexed.values()))
 
     def begin(self, layout: Layout) -> None:
-        """The next forward pass computes this batch."""
+        """Prepare for a forward pass that computes this batch."""
         self._layout = layout
 
     @property
     def positions(self) -> Tensor:
-        assert self._layout is not None
         return self._layout.positions
 
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
         layout = self._layout
-        assert layout is not None
         if options.keys is Keys.TOGETHER:
             return _attend_together(q_Thd, k_Tkd, v_Tkd, layout.new_sources, options)
         keys, values = self.memory(layer, k_Tkd, v_Tkd)
@@ -181,7 +180,10 @@ class PagedCache:
             values[written] = v_Tkd
         reads = layout.sources if across else layout.own
         out = q_Thd.new_empty(*q_Thd.shape[:2], v_Tkd.shape[-1])
-        single, chosen = reads.single, options.chosen or Chosen(None, [None] * len(reads.several))
+        single, chosen = (
+            reads.single,
+            options.chosen or ChosenKeys(None, [None] * len(reads.several)),
+        )
         if len(single.rows):
             read, last = single.read, single.positions
             if chosen.single_NK is not None:
@@ -205,9 +207,8 @@ class PagedCache:
             out[rows] = y[0].transpose(0, 1)
         return out
 
-    def choose(self, indexer: Indexer) -> Chosen:
+    def choose(self, indexer: Indexer) -> ChosenKeys:
         layout, most = self._layout, indexer.most
-        assert layout is not None
         single_NK, single = None, layout.own.single
         if len(single.rows):
             rows_N1, length = single.rows[:, None], single.read.shape[1]
@@ -224,10 +225,11 @@ class PagedCache:
         several_TK = []
         for rows, slots in layout.own.several:
             several_TK.append(self._choose_for_several(indexer, rows, slots))
-        return Chosen(single_NK, several_TK)
+        return ChosenKeys(single_NK, several_TK)
 
     def _choose_for_several(self, indexer: Indexer, rows: slice, slots: Tensor) -> Tensor | None:
-        """For tokens of one sequence, divided so that their scores take at most `_SCORES` bytes."""
+        """Return the chosen positions for tokens of one sequence, in parts whose scores take at
+        most `_SCORES` bytes; None if the tokens see all tokens before them."""
         n_keys, most, device = len(slots), indexer.most, slots.device
         before = n_keys - (rows.stop - rows.start)
         found = []
@@ -246,10 +248,10 @@ class PagedCache:
     def _index(
         self, indexer: Indexer, rows_NT: Tensor, read_NL: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        """Stores an indexer's keys of these tokens, and returns those of the slots to read."""
+        """Return a function that stores an indexer's keys of these tokens, and returns the keys in
+        the slots to read."""
 
         def store(k_NTd: Tensor) -> Tensor:
-            assert self._layout is not None
             memory = self.index_memory(indexer.layer, k_NTd)
             memory[self._layout.write[rows_NT]] = k_NTd
             return memory[read_NL]
@@ -257,20 +259,21 @@ class PagedCache:
         return store
 
     def index_memory(self, layer: int, k_NTd: Tensor) -> Tensor:
-        """The keys of a layer's indexer, [slots, d], for such as these."""
+        """Return the memory of the keys of a layer's indexer, [slots, d]. At first it is allocated
+        with the type and the width of these keys."""
         if layer not in self._indexed:
             with torch.inference_mode(False):  # it outlives the pass
                 self._indexed[layer] = k_NTd.new_zeros(self._n_slots, k_NTd.shape[-1])
         return self._indexed[layer]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._layers, self._indexed = {}, {}
 
     def allocate(
         self, layers: Sequence[int], like_kd: Tensor
     ) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """Allocates the memory of these layers as one, for keys and values of one shape."""
+        """Allocate the memory of these layers as one tensor, for keys and values of one shape."""
         with torch.inference_mode(False):
             whole = like_kd.new_zeros(len(layers), 2, self._n_slots, *like_kd.shape)
         pairs = ((keys, values) for keys, values in whole)
@@ -278,7 +281,8 @@ class PagedCache:
         return self._layers
 
     def memory(self, layer: int, k_Tkd: Tensor, v_Tkd: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of a layer, [slots, k, d], for such as these."""
+        """Return the memory of the keys and values of a layer, [slots, k, d]. At first it is
+        allocated with the types and shapes of these keys and values."""
         if layer not in self._layers:
             with torch.inference_mode(False):  # it outlives the pass
                 keys, values = (t.new_zeros(self._n_slots, *t.shape[1:]) for t in (k_Tkd, v_Tkd))
@@ -287,14 +291,14 @@ class PagedCache:
 
 
 def _of_rows(options: AttentionOptions, rows_NT: Tensor) -> AttentionOptions:
-    """With the bias of these rows only, if each token has one of its own."""
+    """Return options with the bias of these rows only, if each token has a bias of its own."""
     if isinstance(options.bias, TokenBias):
         return options._replace(bias=options.bias.of_rows(rows_NT))
     return options
 
 
 def score_parts(n_queries: int, n_scores: int) -> list[slice]:
-    """The parts of queries with `n_scores` each whose scores are in memory at a time."""
+    """Return parts of queries with `n_scores` each whose scores take at most `_SCORES` bytes."""
     size = max(1, _SCORES // max(4 * n_scores, 1))
     return [slice(at, min(at + size, n_queries)) for at in range(0, n_queries, size)]
 
@@ -306,9 +310,9 @@ def _attend_causally(
     options: AttentionOptions,
     chosen_TK: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the last T of L tokens of a sequence, which may see only the keys at `chosen`.
-    Where no kernel for causal attention can be used, queries are divided so that their scores take
-    at most `_SCORES` bytes."""
+    """Return the attention of the last T of L tokens of a sequence, to the keys at `chosen_TK` only
+    if it is given. Where no kernel for causal attention can be used, queries are divided so that
+    their scores take at most `_SCORES` bytes."""
     plain = options.window is None and options.softcap is None and options.bias is None
     if plain and chosen_TK is None and q_1hTd.device.type == "cuda":
         y_1hTd = _attend_in_kernel(q_1hTd, k_1kLd, v_1kLd, options)
@@ -316,14 +320,13 @@ def _attend_causally(
             return y_1hTd
     heads, n_queries, n_keys = q_1hTd.shape[1], q_1hTd.shape[2], k_1kLd.shape[2]
     before = n_keys - n_queries
-    seen = n_keys if options.window is None else min(n_keys, 2 * options.window)
-    size = max(1, _SCORES // (4 * heads * seen))
-    if options.window is not None:
-        size = min(size, options.window)
+    window = n_keys if options.window is None else options.window
+    seen = min(n_keys, 2 * window)
+    size = min(max(1, _SCORES // (4 * heads * seen)), window)
     found = []
     for start in range(0, n_queries, size):
         stop = min(start + size, n_queries)
-        first = 0 if options.window is None else max(0, before + start + 1 - options.window)
+        first = max(0, before + start + 1 - window)
         keys = slice(first, before + stop)
         positions = torch.arange(before + start, before + stop, device=q_1hTd.device) - first
         q, k, v = q_1hTd[:, :, start:stop], k_1kLd[:, :, keys], v_1kLd[:, :, keys]
@@ -339,7 +342,7 @@ def _attend_causally(
 def _attend_together(
     q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, parts: Sequence[slice], options: AttentionOptions
 ) -> Tensor:
-    """Attention of the tokens of each part to all tokens of the part."""
+    """Return the attention of the tokens of each part to all tokens of the part."""
     found = []
     for rows in parts:
         q, k, v = (each[rows].transpose(0, 1)[None] for each in (q_Thd, k_Tkd, v_Tkd))
@@ -350,8 +353,8 @@ def _attend_together(
 def _attend_to_all(
     q_1hTd: Tensor, k_1kLd: Tensor, v_1kLd: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Attention of T tokens, the first ones of a sequence, to L keys; at most `_SCORES` bytes of
-    scores at a time."""
+    """Return the attention of T tokens, the first ones of a sequence, to L keys, with at most
+    `_SCORES` bytes of scores at a time."""
     heads, n_queries, n_keys = q_1hTd.shape[1], q_1hTd.shape[2], k_1kLd.shape[2]
     last = torch.tensor([[n_keys - 1]], device=q_1hTd.device)
     positions = torch.arange(n_queries, device=q_1hTd.device)[None]
@@ -366,8 +369,8 @@ def _attend_to_all(
 def _attend_in_kernel(
     q_1hTd: Tensor, k_1kLd: Tensor, v_1kLd: Tensor, options: AttentionOptions
 ) -> Tensor | None:
-    """The same by torch's kernels for causal attention, whose mask is aligned to the last key; None
-    if none of them can be used."""
+    """Return causal attention by a kernel of torch whose mask is aligned to the last key; None if
+    none can be used."""
     heads, kv_heads = q_1hTd.shape[1], k_1kLd.shape[1]
     args = q_1hTd, k_1kLd, v_1kLd, None, 0.0, False, heads > kv_heads
     if can_use_flash_attention(SDPAParams(*args)) and q_1hTd.shape[3] % 8 == 0:
@@ -400,8 +403,9 @@ def _attention(
     positions_NT: Tensor | None = None,
     sees_NTL: Tensor | None = None,
 ) -> Tensor:
-    """Attention of tokens to the keys at 0, 1, ... `last`, which are their own positions if they
-    have no others; of these only to keys that they see, if that is told."""
+    """Return the attention of tokens to the keys at 0, 1, ... `last_NT`. The bias takes the tokens
+    to be at `positions_NT`, by default at `last_NT`. With `sees_NTL`, tokens see only some of these
+    keys."""
     key_positions = torch.arange(k_NkLd.shape[2], device=q_NhTd.device)
     sees = key_positions <= last_NT[..., None]
     if sees_NTL is not None:

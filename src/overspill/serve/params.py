@@ -1,4 +1,4 @@
-"""How tokens are chosen, and what a request gives back."""
+"""The parameters of a request, and its results."""
 
 import json
 import reprlib
@@ -11,15 +11,14 @@ from overspill.core.errors import ConfigError
 
 _LARGEST = sys.float_info.max
 _MOST_PENALTY, _MOST_BIAS = 2, 100  # as in OpenAI's interface
-_LONGEST_SCHEMA = 65_536
-"""Characters."""
+_LONGEST_SCHEMA = 65_536  # characters
 DECODER_FIELDS = ("src_lang", "tgt_lang", "decoder_prompt")
 """Fields of `SamplingParams` that only encoder-decoders have."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen; the names are those of vLLM.
+    """Parameters of the choice of tokens for one request, with the names of vLLM.
 
     `temperature=0` takes the likeliest token. `top_k=0` and `top_p=1` do not restrict the choice.
     With a `seed` a request gives the same tokens again, whatever runs beside it. `stop` ends the
@@ -94,7 +93,7 @@ class SamplingParams:
             self.schema_text()
 
     def schema_text(self) -> str:
-        """`json_schema` as JSON."""
+        """Return `json_schema` as JSON text."""
         schema = self.json_schema
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -158,7 +157,7 @@ def _check_decoder_prompt(prompt: object) -> None:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int
     new_tokens: int
@@ -176,7 +175,7 @@ class Result:
     """"stop" (the end of the text, or a stop string) or "length"."""
     prompt_tokens: int
     logprobs: list[dict[int, float]] | None = None
-    """For each token: the token itself and the likeliest ones."""
+    """Log probabilities for each token: of the token itself and of the likeliest ones."""
     stop_reason: str | None = None
     """The stop string that ended the text, if one did."""
     cached_tokens: int = 0
@@ -189,14 +188,14 @@ class Result:
 
 @dataclass
 class Piece:
-    """A part of a result while it is made."""
+    """Part of a result, delivered while the request is computed."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     """"stop", "length" or "error" in the last piece."""
     logprobs: list[dict[int, float]] | None = None
-    """For each token of this piece, if they were asked for: the token itself first, and the
-    likeliest ones."""
+    """Log probabilities for each token of this piece, if they were asked for: of the token itself
+    first, and of the likeliest ones."""
     stop_reason: str | None = None
     """The stop string that ended the text, if one did."""

@@ -1,16 +1,67 @@
-"""Checks prompts and the parameters that belong to them."""
+"""Prompts as tokens, and checks of prompts and their parameters."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from overspill.core.errors import ConfigError
-from overspill.serve.params import SamplingParams
+from overspill.serve.params import DECODER_FIELDS, SamplingParams
+from overspill.serve.text import Codec, check_text, need_codec
 
 Prompt = str | Sequence[int]
 
 
+class Prompts(Protocol):
+    """Tokens of the prompts of a model."""
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """The token of each language that a prompt may have."""
+
+    def encode(self, text: str, src_lang: str | None = None) -> list[int]:
+        """Return the tokens of a text, which may be a source in a language."""
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
+        """Return the tokens of the source for an encoder, if there is one, and the tokens that the
+        decoder continues."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise if this model cannot have these languages or this decoder prompt."""
+
+
+class PlainPrompts:
+    """Prompts that the model continues."""
+
+    def __init__(self, model: Any, codec: Codec | None, vocabulary: int, context: int) -> None:
+        self._model = model
+        self._codec = codec
+        self._vocabulary = vocabulary
+        self._context = context
+        self.languages: Mapping[str, int] = {}
+
+    def encode(self, text: str, src_lang: str | None = None) -> list[int]:
+        self.check(SamplingParams(src_lang=src_lang))
+        check_text(text)
+        return need_codec(self._codec).encode(text)
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
+        self.check(params)
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        check_tokens(tokens, self._vocabulary, self._context)
+        return [], tokens
+
+    def check(self, params: SamplingParams) -> None:
+        for name in DECODER_FIELDS:
+            value = getattr(params, name)
+            if value is not None:
+                raise ConfigError(
+                    f"{name}={value!r} is for models with an encoder and a decoder, "
+                    f"{type(self._model).__name__} continues its prompt; leave it out "
+                    f"(--{name.replace('_', '-')})"
+                )
+
+
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list."""
+    """Return one prompt or several as a list."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(check_prompt(prompts))
@@ -20,13 +71,14 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_prompt(prompt: Any) -> Any:
+    """Return a list of token ids, or of prompts, as it was given; raises for other types."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise ConfigError(f"{prompt!r} is no prompt; give texts or lists of token ids")
     return prompt
 
 
 def check_tokens(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
-    """Whether these are tokens of the model, and leave room for an answer."""
+    """Raise unless these are tokens of the model that leave room for an answer."""
     if not tokens:
         raise ConfigError("the prompt is empty; give at least one token")
     check_ids(tokens, vocabulary)
@@ -38,7 +90,7 @@ def check_tokens(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
 
 
 def check_source(tokens: Sequence[Any], vocabulary: int, longest: int) -> None:
-    """Whether the encoder takes these tokens."""
+    """Raise unless the encoder takes these tokens."""
     if not tokens:
         raise ConfigError("the source is empty; give at least one token")
     check_ids(tokens, vocabulary)
@@ -50,7 +102,7 @@ def check_source(tokens: Sequence[Any], vocabulary: int, longest: int) -> None:
 
 
 def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
-    """Whether a decoder can begin with these tokens, and has room for an answer."""
+    """Raise unless a decoder can begin with these tokens and has room for an answer."""
     check_ids(tokens, vocabulary)
     if len(tokens) >= context:
         raise ConfigError(
@@ -61,6 +113,7 @@ def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
 
 
 def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
+    """Raise unless these are token ids of the model."""
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ConfigError(f"{token!r} in a prompt is not a token id (a whole number)")
@@ -71,6 +124,7 @@ def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
 def params_of_each(
     params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[Prompt]
 ) -> list[SamplingParams]:
+    """Return the parameters of each prompt, the default ones without `params`."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     for each in params if isinstance(params, list | tuple) else [params]:

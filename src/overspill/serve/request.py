@@ -1,4 +1,4 @@
-"""One request: its tokens, and what of them has been computed."""
+"""One request: its tokens, and how many of them have been computed."""
 
 import queue
 import secrets
@@ -13,7 +13,7 @@ from overspill.serve.text import TextStream
 
 
 class Request:
-    """A prompt and the tokens that were made for it. Only the serving loop changes it; `pieces`
+    """Prompt and the tokens that were generated for it. Only the serving loop changes it; `pieces`
     are for the thread that asked, if `deliver` does not take them."""
 
     def __init__(
@@ -26,33 +26,34 @@ class Request:
         source: Sequence[int] = (),
     ) -> None:
         """`max_tokens` is that of `params`, or less if the context ends before. `source` is for the
-        encoder of an encoder-decoder; the prompt is then what the decoder begins with."""
+        encoder of an encoder-decoder; the decoder then begins with the prompt."""
         self.source = list(source)
         self.source_blocks: list[int] = []
         self.source_computed = False
-        """Whether its keys and values are in the cache."""
+        """Whether the keys and values of the source are in the cache."""
         self.tokens = list(prompt)
         self.prompt_tokens = len(prompt)
         self.params = params
         self.max_tokens = max_tokens
         self.computed = 0
-        """Tokens whose keys and values are in the cache."""
+        """Number of tokens whose keys and values are in the cache."""
         self.blocks: list[int] = []
         self.beginning: States | None = None
-        """The states that it continues from, after the tokens that were found in the cache; None
-        from its first pass on."""
+        """States after the tokens that were found in the cache, from which the request continues;
+        None from its first pass on."""
         self.known = 0
-        """Tokens whose blocks were found, with states or without: others begin like this."""
+        """Number of tokens whose blocks were found, with states or without: other requests begin
+        with the same tokens."""
         self.checkpoints: dict[int, States] = {}
         """States that passes have copied, by the number of tokens they have seen."""
         self.cached_tokens: int | None = None
-        """Tokens of the prompt that were found in the cache; None before the first batch."""
+        """Number of prompt tokens that were found in the cache; None before the first batch."""
         self.logprobs: list[dict[int, float]] = []
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         self.deliver: Callable[[Piece], None] = self.pieces.put
-        """Takes each piece, in the thread that computes; it must not raise."""
+        """Function that takes each piece, in the thread that computes; it must not raise."""
         self.asked_at = time.perf_counter()
         self.first_token_at: float | None = None
         self._seed = (secrets.randbits(63) if params.seed is None else params.seed) % (1 << 63)
@@ -65,7 +66,7 @@ class Request:
 
     @property
     def has_answer(self) -> bool:
-        """Whether tokens were made for it."""
+        """Whether tokens were generated."""
         return len(self.tokens) > self.prompt_tokens
 
     def draw(self, ahead: int = 0) -> Draw:
@@ -76,12 +77,12 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens that have to be computed before the next one can be chosen."""
+        """Number of tokens that have to be computed before the next one can be chosen."""
         return self.pending_source + len(self.tokens) - self.computed
 
     @property
     def pending_source(self) -> int:
-        """Number of source tokens, which are computed at once with the first token after them."""
+        """Number of source tokens that are computed with the first token after them."""
         return 0 if self.source_computed else len(self.source)
 
     @property
@@ -94,8 +95,8 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     def append(self, token: int, logprobs: dict[int, float] | None, end: bool) -> None:
-        """The next token was chosen; `end` if it ends the text. Raises, and changes nothing, if
-        the rules of the request cannot continue."""
+        """Add the next token, and deliver its piece; `end` if it ends the text. Raises, and changes
+        nothing, if the rules of the request cannot continue."""
         if self._rules is not None:
             self._rules.accept(token)
             complete = self._rules.is_complete
@@ -129,7 +130,7 @@ class Request:
 
     @property
     def asked_tokens(self) -> int:
-        """The tokens that the user has given: of an encoder-decoder, the source."""
+        """Number of tokens that the user has given: of an encoder-decoder, those of the source."""
         return len(self.source) or self.prompt_tokens
 
     def result(self) -> Result:

@@ -11,8 +11,8 @@ from overspill.serve.params import SamplingParams
 
 
 class Rules:
-    """Biases, penalties and the grammar of one request. They depend on the tokens so far, and only
-    `accept` changes them: a token that is computed twice is chosen alike."""
+    """Biases, penalties and the grammar of one request. They depend on the tokens so far, which
+    only `accept` changes: a token that is computed twice is chosen alike."""
 
     def __init__(
         self, params: SamplingParams, grammar: Grammar | None, ends: Collection[int]
@@ -26,7 +26,7 @@ class Rules:
         self._counts: Counter[int] = Counter()
 
     def adjust(self, logits_V: Tensor) -> Tensor:
-        """The logits to choose from; the given ones are not changed."""
+        """Return the logits to choose from; the given ones are not changed."""
         logits_V = logits_V.clone()
         _add(logits_V, self._bias)
         if self._frequency or self._presence:
@@ -42,7 +42,7 @@ class Rules:
         return logits_V
 
     def accept(self, token: int) -> None:
-        """The token was chosen. Raises if the grammar cannot continue."""
+        """Follow a token that was chosen. Raises if the grammar cannot continue."""
         if self._grammar is not None:
             self._grammar.accept(token)
         self._counts[token] += 1
@@ -56,7 +56,7 @@ class Rules:
 def make_rules(
     params: SamplingParams, grammar: Grammar | None, ends: Collection[int]
 ) -> Rules | None:
-    """None if the parameters leave the logits as they are."""
+    """Return the rules of a request; None if its parameters leave the logits as they are."""
     asked = params.logit_bias or params.frequency_penalty or params.presence_penalty
     if not asked and not params.min_tokens and grammar is None:
         return None

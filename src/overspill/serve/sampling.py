@@ -1,4 +1,4 @@
-"""Chooses the next token of each request."""
+"""The choice of the next token of each request."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -11,15 +11,16 @@ from overspill.hardware.native import has_triton
 from overspill.serve.params import SamplingParams
 
 _COLDEST, _HOTTEST = 1e-20, 1e30
-"""Temperatures beyond these differ in nothing, but logits divided by them are not finite."""
+"""Limits of temperatures: beyond them the choice stays the same, but quotients are not finite."""
 _SMALLEST = 1e-30
-"""Noise, which is not 0."""
+"""Lower limit of noise, whose logarithm is taken."""
 _MULTIPLIER, _SEEDS = 0x9E3779B97F4A7C15, 1 << 63
 
 
 class Draw(NamedTuple):
     """Inputs of the choice of a token beside its logits. The noise is a function of seed and
-    number: other requests of the batch, and tokens that are computed twice, change nothing."""
+    number, so the choice does not depend on other requests of the batch, and a token that is
+    computed twice is chosen alike."""
 
     params: SamplingParams
     seed: int  # of the request
@@ -35,13 +36,13 @@ class Draw(NamedTuple):
 
     @property
     def temperature(self) -> float:
-        """0: the likeliest token."""
+        """The temperature within limits; 0 takes the likeliest token."""
         if self.params.temperature == 0:
             return 0.0
         return min(max(self.params.temperature, _COLDEST), _HOTTEST)
 
     def numbers(self) -> tuple[int, int, int]:
-        """As a kernel reads them: seed, number, and the bits of the temperature."""
+        """Return the inputs of a kernel: seed, number, and the bits of the temperature."""
         (bits,) = struct.unpack("<i", struct.pack("<f", self.temperature if self.is_plain else 0.0))
         return self.seed, self.number, bits
 
@@ -51,21 +52,21 @@ class Draw(NamedTuple):
 
 
 Chosen = tuple[Tensor, Tensor]
-"""Tokens of each row, and the same again, but -1 for a row without finite logits."""
+"""The token of each row, twice: in the second tensor it is -1 for a row without finite logits."""
 
 
 class Choice:
-    """The next token of each row of logits. The host need not wait for it."""
+    """Next token of each row of logits. The host need not wait for it."""
 
     def __init__(
         self, logits_NV: Tensor, draws: Sequence[Draw], chosen: Chosen | None = None
     ) -> None:
-        """`chosen` are tokens that were drawn with the logits, as `choose` does it."""
+        """`chosen` are tokens that were drawn together with the logits, as by `choose`."""
         self._params = [draw.params for draw in draws]
         self._adjusts = any(draw.adjust is not None for draw in draws)
         self._logits_NV = logits_NV
         self.tokens_N, self._found = chosen or choose(logits_NV, draws)
-        """On the device; of a row without finite logits it is any token."""
+        """The tokens on the device; any token for a row without finite logits."""
         for row, draw in enumerate(draws):
             if not draw.is_plain:
                 drawn = _draw(logits_NV[row].float(), draw)
@@ -85,13 +86,13 @@ class Choice:
         return self._adjusts or any(each.logprobs is not None for each in self._params)
 
     def tokens(self) -> list[int | None]:
-        """Waits for the tokens; None for a row whose logits are NaN or infinite."""
+        """Wait for the tokens, and return them; None for a row whose logits are NaN or infinite."""
         if self._event is not None:
             self._event.synchronize()
         return [None if token < 0 else token for token in self._found.tolist()]
 
     def logprobs(self, tokens: Sequence[int | None]) -> list[dict[int, float] | None]:
-        """The logarithms of probabilities, for the requests that ask for them."""
+        """Return the logarithms of probabilities, for the requests that ask for them."""
         return [
             None if token is None or each.logprobs is None
             else _logprobs(row_V, token, each.logprobs)
@@ -100,8 +101,9 @@ class Choice:
 
 
 def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Chosen:
-    """The highest logit / temperature - log(noise) of each row: drawn with the probability of a
-    softmax, if the noise is exponential. Draws that are not plain get the likeliest token."""
+    """Return the token with the highest logit / temperature - log(noise) of each row: exponential
+    noise draws it with the probability of a softmax. Draws that are not plain get the likeliest
+    token."""
     device = logits_NV.device
     if logits_NV.is_cuda and has_triton("sampling"):
         from overspill.compute.highest_triton import highest
@@ -121,7 +123,7 @@ def choose(logits_NV: Tensor, draws: Sequence[Draw]) -> Chosen:
 
 
 def _draw(logits_V: Tensor, draw: Draw) -> Tensor:
-    """One token of those that top-k and top-p leave, of adjusted logits."""
+    """Draw a token from adjusted logits, restricted by top-k and top-p."""
     params = draw.params
     if draw.adjust is not None:
         logits_V = draw.adjust(logits_V)

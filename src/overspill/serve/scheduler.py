@@ -1,4 +1,4 @@
-"""Which tokens are computed next: requests join and leave between two batches."""
+"""The choice of the tokens of a batch: requests join and leave between two batches."""
 
 import itertools
 from collections import deque
@@ -9,8 +9,8 @@ from overspill.serve.blocks import BlockPool
 from overspill.serve.request import Request
 
 
-class Work(NamedTuple):
-    """The next tokens of a request, those of its source first."""
+class BatchItem(NamedTuple):
+    """Next tokens of a request that a batch computes, the tokens of its source first."""
 
     request: Request
     n_tokens: int
@@ -21,17 +21,19 @@ class Work(NamedTuple):
         return self.n_tokens - self.request.pending_source
 
 
-def prompt_tokens(batch: Sequence[Work]) -> int:
-    """The tokens of prompts in a batch that has not been recorded yet."""
+def prompt_tokens(batch: Sequence[BatchItem]) -> int:
+    """Return the number of prompt tokens in a batch that has not been recorded yet."""
     return sum(count for request, count in batch if request.pending > 1)
 
 
 class Scheduler:
-    """Requests that wait, and those that run. A running request that has its next token computes
-    one row; the rest of a batch goes to prompts, in order of arrival, in pieces if they are long:
-    running requests continue meanwhile. Half of a batch is for short prompts that are complete with
-    it, so they do not wait for a long one. If there are no blocks left, the request that came last
-    gives its own back and is computed again later."""
+    """Waiting and running requests, and the choice of the next batch.
+
+    A running request that has its next token computes one row. The rest of a batch goes to prompts,
+    in order of arrival, in pieces if they are long: running requests continue meanwhile. Half of a
+    batch is for short prompts that are complete with it, so they do not wait for a long one. If
+    there are no blocks left, the request that came last gives its blocks back and is computed again
+    later."""
 
     def __init__(
         self,
@@ -42,8 +44,8 @@ class Scheduler:
         singly: bool = False,
     ) -> None:
         """At most `max_batch` requests run; a batch has at most `chunk` tokens of prompts. Without
-        `split` a prompt is computed at once, and `chunk` must have room for the longest. `singly`:
-        an answer that is computed again is computed token by token, as the first time."""
+        `split` a prompt is computed at once, and `chunk` must have room for the longest. With
+        `singly`, an answer that is computed again is computed token by token, as the first time."""
         self.pool = pool
         self._singly = singly
         self.chunk = chunk
@@ -56,7 +58,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """A request has ended, or is not wanted any more; no-op if it is not here."""
+        """Remove a request that has ended or was cancelled; no-op if it is not here."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -64,24 +66,23 @@ class Scheduler:
         self._free(request)
 
     def restart(self) -> None:
-        """All that was computed is void: requests that run are computed again, from their first
-        token on."""
+        """Compute running requests again from their first token on: no result is valid any more."""
         for request in reversed(self.running.copy()):
-            self._put_back(request)
+            self._preempt(request)
         self.pool.forget()
 
-    def next_batch(self, prompts: bool = True) -> list[Work]:
-        """Return the work that is computed next; empty if there is none. Without `prompts`, only
+    def next_batch(self, prompts: bool = True) -> list[BatchItem]:
+        """Return the items that are computed next; empty if there are none. Without `prompts`, only
         requests that have their next token, if there are any."""
-        batch: list[Work] = []
+        batch: list[BatchItem] = []
         for request in list(self.running):
             if request.pending == 1 and self._reserve(request, 1):
-                batch.append(Work(request, 1))
+                batch.append(BatchItem(request, 1))
         if batch and not prompts:
-            return [work for work in batch if work.request in self.running]
+            return [item for item in batch if item.request in self.running]
         return self._with_prompts(batch)
 
-    def _with_prompts(self, batch: list[Work]) -> list[Work]:
+    def _with_prompts(self, batch: list[BatchItem]) -> list[BatchItem]:
         left = self.chunk
         short = self._short_prompts()
         kept = sum(request.pending for request in short)
@@ -89,24 +90,25 @@ class Scheduler:
             kept -= _take_out(short, request)
             count = self._part(request, left, kept)
             if count and self._reserve(request, count):
-                batch.append(Work(request, count))
+                batch.append(BatchItem(request, count))
                 left -= count
         # a request may have given its blocks back after it was chosen
-        batch = [work for work in batch if work.request in self.running]
+        batch = [item for item in batch if item.request in self.running]
         for request in list(self.waiting):
             if left <= 0 or len(self.running) == self._max_batch:
                 break
             kept -= _take_out(short, request)
             count = self._begin(request, left, kept)
             if count:
-                batch.append(Work(request, count))
+                batch.append(BatchItem(request, count))
                 left -= count
             elif left - kept > 0 or request.source:  # no room for it: it comes before all others
                 break
         return batch
 
     def _short_prompts(self) -> list[Request]:
-        """Prompts that fit completely into half of a batch, beside the one that came first."""
+        """Return the prompts that fit completely into half of a batch, without the one that came
+        first."""
         prompts = [each for each in self.running if each.pending > 1]
         prompts += itertools.islice(self.waiting, self._max_batch)
         short, left = [], self.chunk // 2
@@ -117,13 +119,13 @@ class Scheduler:
         return short
 
     def _begin(self, request: Request, left: int, kept: int) -> int:
-        """Lets a request that waits run, and returns how many of its tokens are computed; 0 if
-        there is no room for it."""
+        """Let a waiting request run; return how many of its tokens are computed, 0 if there is no
+        room for it."""
         if left <= kept and not request.source:
             return 0
         request.blocks = self.pool.share(request.tokens)
         request.computed = len(request.blocks) * self.pool.size
-        if self.pool.checkpoints is not None:
+        if self.pool.needs_checkpoints:
             request.known = len(self.pool.find(request.tokens)) * self.pool.size
             if request.blocks:
                 request.beginning = self.pool.states(request.blocks[-1])
@@ -151,9 +153,9 @@ class Scheduler:
         return bool(self.waiting) and len(self.running) < self._max_batch
 
     def _part(self, request: Request, left: int, kept: int) -> int:
-        """How many tokens of a request are computed if there is room for `left`, of which `kept`
-        are for others. Without `split` an answer that is computed again is computed as before,
-        token by token. A source is computed at once, if need be alone."""
+        """Return how many tokens of a request are computed if there is room for `left`, of which
+        `kept` are for others. Without `split` an answer that is computed again is computed as
+        before, token by token. A source is computed at once, if need be alone."""
         if request.pending_source:
             least = request.pending_source + 1
             if least > left and left < self.chunk:
@@ -166,11 +168,11 @@ class Scheduler:
         whole = 1 if request.computed else request.prompt_tokens
         return whole if whole <= left else 0
 
-    def computed(self, work: Work) -> None:
-        """The keys and values of these tokens are in the cache."""
-        request, size = work.request, self.pool.size
+    def computed(self, item: BatchItem) -> None:
+        """Record that the keys and values of these tokens are in the cache."""
+        request, size = item.request, self.pool.size
         full = request.computed // size
-        request.computed += work.n_new
+        request.computed += item.n_new
         request.source_computed, request.beginning = True, None
         for number in range(full, request.computed // size):
             before = request.blocks[number - 1] if number else None
@@ -179,11 +181,11 @@ class Scheduler:
             self._keep(request, number)
 
     def _keep(self, request: Request, number: int) -> None:
-        """A block of a request is full: its checkpoint, if the pass has made one. That of an answer
-        takes the place of the one before it."""
+        """Keep the checkpoint of a full block, if the pass has made one. In an answer it replaces
+        the checkpoint before it."""
         size = self.pool.size
         states = request.checkpoints.pop((number + 1) * size, None)
-        if states is None or self.pool.checkpoints is None:
+        if states is None or not self.pool.needs_checkpoints:
             return
         self.pool.keep(request.blocks[number], states)
         earlier = number - self.pool.checkpoints.answer_blocks
@@ -191,7 +193,8 @@ class Scheduler:
             self.pool.drop(request.blocks[earlier])
 
     def reserve_next(self, requests: Sequence[Request]) -> bool:
-        """Blocks for the token after the one that is being computed, if there are enough."""
+        """Take blocks for the token after the one that is being computed; return False, and take
+        none, if there are not enough."""
         missing = [self._missing(request, 2) for request in requests]
         if sum(missing) > self.pool.n_free:
             return False
@@ -200,7 +203,8 @@ class Scheduler:
         return True
 
     def _missing(self, request: Request, count: int) -> int:
-        """Blocks that a request needs for so many more tokens, those of its source first."""
+        """Return how many blocks a request needs for `count` more tokens, those of its source
+        first."""
         after = count - request.pending_source
         own = -(-(request.computed + after) // self.pool.size) - len(request.blocks)
         return own + self._missing_source(request)
@@ -212,12 +216,13 @@ class Scheduler:
         return self._missing(request, count) <= self.pool.n_free
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Blocks for so many more tokens; False if the request had to give its own back."""
+        """Take blocks for `count` more tokens; return False if the request had to give its own
+        back."""
         if request not in self.running:
             return False
         while not self._has_room(request, count):
             last = self.running[-1]
-            self._put_back(last)
+            self._preempt(last)
             if last is request:
                 return False
         self._take(request, self._missing(request, count))
@@ -230,7 +235,7 @@ class Scheduler:
             assert block is not None
             (request.source_blocks if number < source else request.blocks).append(block)
 
-    def _put_back(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._free(request)
         self.waiting.appendleft(request)
@@ -245,7 +250,7 @@ class Scheduler:
 
 
 def _take_out(requests: list[Request], request: Request) -> int:
-    """The pending tokens of a request, if it was in the list."""
+    """Remove a request from a list; return its pending tokens, 0 if it was not there."""
     if request not in requests:
         return 0
     requests.remove(request)

@@ -1,4 +1,4 @@
-"""Compiles JSON schemas in another process, within limits of time and memory."""
+"""Compilation of JSON schemas in another process, within limits of time and memory."""
 
 import contextlib
 import json
@@ -15,19 +15,19 @@ from overspill.core.errors import ConfigError, OrderError, OverspillError
 from overspill.serve import schema_worker
 
 _CPU_SECONDS = 2
-"""For one schema. A few hundred properties take a tenth of a second."""
+"""CPU time for one schema. A few hundred properties take a tenth of a second."""
 _MEMORY = 128 << 20
 _WAIT_SECONDS = 30.0
-"""For one schema, on a machine that is busy."""
+"""Time for one schema on a busy machine."""
 _END_SECONDS = 5.0
 
 
 class BusyError(ConfigError):
-    """A schema that was not compiled in time, though it has reached no limit."""
+    """A schema was not compiled in time, though it has reached no limit."""
 
 
 class Attempt:
-    """The compilation of one schema. Any thread may cancel it."""
+    """Compilation of one schema. Any thread may cancel it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the connection: `cancel` must not find a closed one
@@ -35,7 +35,7 @@ class Attempt:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Ends it at once; no-op if it has ended."""
+        """End the compilation at once; no-op if it has ended."""
         with self._lock:
             self.cancelled = True
             if self._connection is not None:
@@ -48,7 +48,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def over(self, connection: socket.socket) -> Iterator[None]:
-        """While it uses this connection. Raises if it was cancelled."""
+        """Context in which the compilation uses a connection. Raises if it was cancelled."""
         with self._lock:
             self.check()
             self._connection = connection
@@ -60,12 +60,11 @@ class Attempt:
 
 
 class SchemaProcess:
-    """Compiles in another process, which starts with the first schema. llguidance has limits of its
-    own, but there are schemas of 50 characters that take hours and gigabytes before they reach
-    one."""
+    """Process that compiles schemas; it starts with the first one. llguidance has limits of its
+    own, but some schemas of 50 characters take hours and gigabytes before they reach a limit."""
 
     def __init__(self, seconds: int = _CPU_SECONDS, memory: int = _MEMORY) -> None:
-        """`seconds` of the CPU and bytes of `memory` are for one schema."""
+        """Each schema may take `seconds` of the CPU and `memory` bytes."""
         self._limits = seconds, memory
         self.pid: int | None = None
         self._lock = threading.Lock()  # guards the rest
@@ -74,7 +73,7 @@ class SchemaProcess:
         self._closed = False
 
     def compile(self, schema: str, attempt: Attempt) -> str:
-        """The grammar of a schema, as text for llguidance."""
+        """Return the grammar of a schema, as text for llguidance."""
         for _ in range(2):  # the process may have been killed since the last schema, or just now
             answer = self._ask(schema, attempt)
             attempt.check()
@@ -100,7 +99,7 @@ class SchemaProcess:
         return str(result["grammar"])
 
     def _ask(self, schema: str, attempt: Attempt) -> bytes:
-        """Return the answer of the process; without a code at the end if it has ended."""
+        """Return the answer of the process, without a code at the end if the process has ended."""
         answer, end = b"", time.monotonic() + _WAIT_SECONDS
         with self._connect() as connection, attempt.over(connection):
             try:
@@ -161,14 +160,14 @@ class SchemaProcess:
             self._end()
 
     def close(self) -> None:
-        """Ends the process and all that it compiles."""
+        """End the process and all compilations."""
         with self._lock:
             self._closed = True
             self._stop()
 
 
 def first_line(text: str) -> str:
-    """Of an error of llguidance: others have the whole grammar."""
+    """Return the first line of an error of llguidance: later lines have the whole grammar."""
     line = (text.strip().splitlines() or ["unknown reason"])[0]
     return line if len(line) <= 300 else f"{line[:300]}..."
 

@@ -18,17 +18,17 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 SPACE = r"[ ]|\n[ \t]{0,16}"
-"""Between the parts of JSON. A weak model may never end spaces that it need not end."""
+"""White space between the parts of JSON. Without a limit a weak model may never end it."""
 ENDED = b"\n"
-"""Before the exit code of a child, the last of its answer. JSON in one line has none."""
+"""Separates the answer of a child from its exit code. JSON in one line has no line break."""
 _NICE = 5
-"""Answers that run come before schemas."""
+"""Lowers the priority of schemas below that of answers that run."""
 _QUICK_SECONDS = 0.2
 _NICE_LATER = 10
-"""Added after those seconds, so that schemas that compile quickly come before others."""
+"""Lowers the priority again after `_QUICK_SECONDS`, so that quick schemas come before others."""
 _STACK = 1 << 20
-"""Bytes for compiling. Threads that compile the same schema again have more: a schema that is
-nested too deeply ends a child, not the process that serves."""
+"""Bytes of the stack for compiling. Threads that compile the same schema again have more: a schema
+that is nested too deeply ends a child, not the process that serves."""
 
 
 class _Bytes:
@@ -45,10 +45,11 @@ class _Bytes:
 
 
 class Worker:
-    """Children that compile, one for each connection."""
+    """Child processes that compile, one for each connection."""
 
     def __init__(self, control: socket.socket, seconds: int, memory: int) -> None:
-        """`control` gives connections. A child has `seconds` of the CPU and `memory` bytes."""
+        """`control` receives connections. A child may use `seconds` of the CPU and `memory`
+        bytes."""
         self._control = control
         self._limits = seconds, memory
         self._poll = select.poll()
@@ -57,11 +58,11 @@ class Worker:
         self._clients: dict[int, int] = {}  # connections to children
 
     def run(self) -> None:
-        """Until the other process closes `control`, or has ended."""
+        """Serve connections until the other process closes `control`, or has ended."""
         while True:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
             for descriptor in ready:
-                if descriptor in self._clients:  # it hung up: nobody waits for the result
+                if descriptor in self._clients:  # it hung up: no client waits for the result
                     self._poll.unregister(descriptor)
                     os.kill(self._clients.pop(descriptor), signal.SIGKILL)
             for descriptor in ready:
@@ -74,7 +75,7 @@ class Worker:
                 return
 
     def _accept(self) -> bool:
-        """Starts the child of the next connection; False if there are no more."""
+        """Start the child of the next connection; return False if no more follow."""
         _, descriptors, *_ = socket.recv_fds(self._control, 1, 1)
         if not descriptors:
             return False
@@ -98,7 +99,7 @@ class Worker:
         return True
 
     def _reap(self, ends: int) -> None:
-        """Tells the client how its child has ended."""
+        """Send the exit code of a child to its client."""
         child, client = self._children.pop(ends)
         self._poll.unregister(ends)
         os.close(ends)
@@ -111,7 +112,7 @@ class Worker:
 
 
 def _compile_and_exit(client: socket.socket, seconds: int, memory: int) -> None:
-    """In a child."""
+    """Compile the schema of a connection, in a child process."""
     code = 1
     try:
         schema = receive(client)
@@ -140,7 +141,7 @@ def _limit(seconds: int, memory: int) -> None:
 
 
 def compile_schema(schema: str) -> dict[str, Any]:
-    """The grammar of a schema as llguidance's text, or why there is none."""
+    """Return the grammar of a schema as llguidance's text, or the problem that prevents it."""
     import llguidance
 
     try:
@@ -157,7 +158,7 @@ def compile_schema(schema: str) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> str:
-    """A text that `send` has sent."""
+    """Receive a text from `send`."""
     (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
     return _read(connection, length).decode()
 

@@ -1,4 +1,4 @@
-"""Prompts of encoder-decoders: the source, and the tokens that the decoder begins with."""
+"""Prompts of encoder-decoders: sources, and the tokens that the decoder begins with."""
 
 import difflib
 import re
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overspill.core.errors import ConfigError
-from overspill.serve.params import DECODER_FIELDS, SamplingParams
-from overspill.serve.prompts import check_decoder, check_ids, check_source
+from overspill.serve.params import SamplingParams
+from overspill.serve.prompts import Prompt, check_decoder, check_ids, check_source
 from overspill.serve.text import Codec, check_text
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")
@@ -16,9 +16,9 @@ _NEAR = 5
 """Names that an error lists."""
 
 
-class DecoderPrompts:
-    """Sources for the encoder of a model, and what its decoder begins with: the start token, a
-    language and a prompt. Nothing here changes the tokenizer, so several threads may use it."""
+class SourcePrompts:
+    """Prompts that are sources for an encoder. The decoder begins with the start token, a language
+    and a decoder prompt. The tokenizer is not changed, so several threads may use it."""
 
     def __init__(self, model: Any, codec: Codec | None, vocabulary: int, context: int) -> None:
         self._model = model
@@ -28,7 +28,7 @@ class DecoderPrompts:
         self.languages = read_languages(self._tokenizer)
 
     def encode(self, text: str, src_lang: str | None = None) -> list[int]:
-        """The tokens of a source in a language; without one, in the tokenizer's own."""
+        """Return the tokens of a source in a language, by default in the tokenizer's own."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ConfigError("this model has no tokenizer; give token ids instead of text")
@@ -44,8 +44,11 @@ class DecoderPrompts:
         )
         return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
 
-    def source(self, prompt: str | Sequence[int], params: SamplingParams) -> list[int]:
-        """The tokens for the encoder."""
+    def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
+        """Return the tokens of the source, and the first tokens of the decoder."""
+        return self._source(prompt, params), self._opening(params)
+
+    def _source(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):
             tokens = self.encode(prompt, params.src_lang)
         elif params.src_lang is not None:
@@ -58,8 +61,9 @@ class DecoderPrompts:
         check_source(tokens, self._vocabulary, self._context)
         return tokens
 
-    def opening(self, params: SamplingParams) -> list[int]:
-        """Return the first tokens of the decoder. Token ids of its prompt may have all of them."""
+    def _opening(self, params: SamplingParams) -> list[int]:
+        """Return the first tokens of the decoder. A decoder prompt of token ids may have all of
+        them."""
         start = [start_token(self._model)]
         language = None
         if params.tgt_lang is not None:
@@ -80,10 +84,10 @@ class DecoderPrompts:
         return tokens
 
     def check(self, params: SamplingParams) -> None:
-        """Raises if the parameters fit no source."""
+        """Raise if the parameters fit no source."""
         if params.src_lang is not None:
             self._language("src_lang", params.src_lang)
-        self.opening(params)
+        self._opening(params)
 
     def _language(self, name: str, asked: str) -> int:
         if self._tokenizer is None:
@@ -103,26 +107,14 @@ class DecoderPrompts:
         return list(self._tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
 
-def check_no_decoder(params: SamplingParams, model: Any) -> None:
-    """Raises if parameters are for encoder-decoders only; `model` is none."""
-    for name in DECODER_FIELDS:
-        value = getattr(params, name)
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!r} is for models with an encoder and a decoder, "
-                f"{type(model).__name__} continues its prompt; leave it out "
-                f"(--{name.replace('_', '-')})"
-            )
-
-
 def start_token(model: Any) -> int:
-    """The token that the decoder begins with."""
+    """Return the token that the decoder begins with."""
     start = getattr(model.generation_config, "decoder_start_token_id", None)
     return int(model.config.decoder_start_token_id if start is None else start)
 
 
 def read_languages(tokenizer: Any) -> dict[str, int]:
-    """The token of each language that a tokenizer of transformers can have as `src_lang`."""
+    """Return the token of each language that a tokenizer of transformers can have as `src_lang`."""
     if not hasattr(tokenizer, "src_lang"):
         return {}
     names = [str(token) for token in tokenizer.extra_special_tokens]
@@ -131,8 +123,8 @@ def read_languages(tokenizer: Any) -> dict[str, int]:
 
 
 def find_language(languages: Mapping[str, int], name: str, asked: str) -> int:
-    """The token of a language; raises an error with similar names if there is none. `name` is that
-    of the argument."""
+    """Return the token of a language; raises an error with similar names if there is none. `name`
+    is the name of the argument."""
     if not languages:
         raise ConfigError(
             f"{name}={asked!r}: the tokenizer of this model knows no languages; leave it out "

@@ -1,4 +1,4 @@
-"""Source of the served model: a checkpoint, a run, or a model that is loaded already."""
+"""Loading of the served model: from a checkpoint, a run, or a model that is loaded already."""
 
 import os
 from dataclasses import dataclass, replace
@@ -39,18 +39,19 @@ _CACHE_SHARE = 0.25
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """Request for memory for keys and values."""
+    """Sequences for whose keys, values and states memory is needed."""
 
     context: int
     max_batch: int
     block_size: int
     with_source: bool = False
-    """Sequences have a source, of as many tokens."""
+    """Whether sequences have a source of as many tokens."""
     state_bytes: int = 0
-    """Of the state of a sequence, beside keys and values."""
+    """Bytes of the state of a sequence, beside keys and values."""
 
     def blocks(self, token_bytes: int, memory: int) -> int:
-        """Blocks for `max_batch` requests of `context` tokens, or as many as fit into `memory`."""
+        """Return the number of blocks for `max_batch` requests of `context` tokens, or less if only
+        these fit into `memory`."""
         each = -(-self.context // self.block_size) * (2 if self.with_source else 1)
         fit = memory // (token_bytes * self.block_size)
         if fit < each:
@@ -64,24 +65,24 @@ class CacheRequest:
         return min(self.max_batch * each, fit)
 
     def bytes(self, n_blocks: int, token_bytes: int) -> int:
-        """Memory of so many blocks and of all states, and of one each that nobody reads, as the
-        allocator of a GPU divides it."""
+        """Return the bytes of `n_blocks` blocks and all states, with a spare block and a spare
+        state, as the allocator of a GPU rounds them."""
         states = round_up((self.max_batch + 1) * self.state_bytes, _SEGMENT)
         return round_up((n_blocks + 1) * self.block_size * token_bytes, _SEGMENT) + states
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model for inference, and what serving has to know of it."""
+    """Model for inference, with its tokenizer and its limits."""
 
     model: Any
     codec: Codec | None
     ends: frozenset[int]
     context: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     n_blocks: int
     owned: bool
-    """The model was loaded here."""
+    """Whether the model was loaded here."""
     adapter: Path | None = None
     """Folder of the LoRA adapter in its weights, or beside those of experts."""
 
@@ -91,6 +92,7 @@ class Source:
 
 
 def open_source(model: Any, budgets: Budgets, options: LLMOptions, block_size: int) -> Source:
+    """Load the model of a path or a repository, or prepare a given model, for inference."""
     asked = CacheRequest(options.context, options.max_batch, block_size)
     adapter, dtype = options.adapter, options.dtype
     if not isinstance(model, str | os.PathLike):
@@ -176,7 +178,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
 
 
 def _reserve(budgets: Budgets, asked: CacheRequest, token_bytes: int) -> tuple[Budgets, int]:
-    """The budgets without the memory of keys and values, and the number of their blocks."""
+    """Return the budgets without the memory of keys and values, and the number of blocks."""
     if budgets.compute_device.type != "cuda":
         return budgets, asked.blocks(token_bytes, int(_CACHE_SHARE * available_memory()))
     device = budgets.compute_device
@@ -190,7 +192,7 @@ def _reserve(budgets: Budgets, asked: CacheRequest, token_bytes: int) -> tuple[B
 
 
 def _use_all(model: Any, budgets: Budgets, cache_bytes: int) -> None:
-    """Keys and values are allocated with the first pass: from now on they are in the budget."""
+    """Add the memory of keys and values, which the first pass allocates, to the budget again."""
     if budgets.compute_device.type == "cuda":
         assert isinstance(budgets.gpu_memory, int)
         model.overspill.memory.limit(budgets.gpu_memory + cache_bytes)
@@ -216,7 +218,7 @@ def _check_generates(kind: Any) -> None:
 
 
 def _token_bytes(model: Any, dtype: torch.dtype | str | None) -> int:
-    """Bytes of the keys and values of one token in all layers."""
+    """Return the bytes of the keys and values of one token in all layers."""
     text = model.config.get_text_config()
     kind = dtype if dtype not in (None, "auto") else getattr(text, "dtype", None)
     if isinstance(kind, str):
@@ -234,9 +236,8 @@ def _token_bytes(model: Any, dtype: torch.dtype | str | None) -> int:
 
 
 def _key_elements(module: Any) -> int:
-    """The widths of the keys and values of an attention module together, or of the keys of an
-    indexer; 0 for other modules, and
-    for those whose projections have other names."""
+    """Return the widths of the keys and values of an attention module together, or of the keys of
+    an indexer; 0 for other modules, and for modules whose projections have other names."""
     if hasattr(module, "v_proj_delayed"):  # Zaya's keys, with halves of values
         return 2 * int(module.k_proj.out_features)
     if is_recurrent(module):
@@ -252,7 +253,7 @@ def _key_elements(module: Any) -> int:
 
 
 def find_codec(folder: Path) -> Codec | None:
-    """The tokenizer in a checkpoint's folder; None if there is none."""
+    """Return the tokenizer in a checkpoint's folder; None if there is none."""
     if not has_tokenizer(folder):
         return None
     try:
@@ -263,8 +264,8 @@ def find_codec(folder: Path) -> Codec | None:
 
 
 def _ends(model: Any, codec: Codec | None) -> frozenset[int]:
-    """Tokens that end a text, as in `generate`: those of the generation config, or else of the
-    tokenizer."""
+    """Return the tokens that end a text, as in `generate` of transformers: of the generation
+    config, or else of the tokenizer."""
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
         return frozenset() if codec is None else codec.ends

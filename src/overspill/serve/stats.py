@@ -1,13 +1,13 @@
-"""Counts of what was served."""
+"""Counters of requests and tokens."""
 
 from collections import deque
 
 from overspill.serve.request import Request
-from overspill.serve.scheduler import Work
+from overspill.serve.scheduler import BatchItem
 
 
 class Stats:
-    """Counters of requests and tokens so far."""
+    """Counters of requests and tokens since the start."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -17,13 +17,13 @@ class Stats:
         self.decode_tokens = 0
         self.waits: deque[float] = deque(maxlen=1000)  # until the first token, the last ones
 
-    def count(self, batch: list[Work], seconds: float) -> None:
-        """Called before the tokens of the batch are counted as computed."""
+    def count(self, batch: list[BatchItem], seconds: float) -> None:
+        """Count the tokens of a batch, before they are counted as computed."""
         new = [request.computed >= request.prompt_tokens for request, _ in batch]
         self.prompt_tokens += sum(
-            work.request.pending_source
-            + min(work.n_new, work.request.prompt_tokens - work.request.computed)
-            for work, is_new in zip(batch, new, strict=True)
+            item.request.pending_source
+            + min(item.n_new, item.request.prompt_tokens - item.request.computed)
+            for item, is_new in zip(batch, new, strict=True)
             if not is_new
         )
         if all(new) and all(count == 1 for _, count in batch):
@@ -31,6 +31,7 @@ class Stats:
             self.decode_tokens += len(batch)
 
     def finish(self, request: Request) -> None:
+        """Count a request that has ended."""
         self.requests += 1
         self.new_tokens += len(request.new_tokens)
         if request.first_token_at is not None:

@@ -1,4 +1,4 @@
-"""Which models compute several requests in one pass."""
+"""Kinds of models: whether they compute several requests in one pass, and prompts in pieces."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rotary embeddings that do not change with the length of the sequence."""
 _KNOWN = recurrent.TYPES | relative.TYPES | sparse.TYPES
-"""Model types whose tokens are connected by more than keys and values, in known modules."""
+"""Types of models whose tokens are connected by more than keys and values, in known modules."""
 
 
 def why_not_paged(model: Any) -> str | None:
-    """Why a model computes one request after another; None if it computes them together: attention
-    to keys and values of earlier tokens, and known modules, are all that connects the tokens of a
-    sequence, and can be replaced."""
+    """Return the reason why a model computes one request after another; None if it computes them
+    together: only attention to keys and values of earlier tokens, and known modules, connect the
+    tokens of a sequence, and they can be replaced."""
     if isinstance(model, GPTMoE) or is_encoder_decoder(model.config):  # of those that are served
         return None
     config = model.config.get_text_config()
@@ -36,15 +36,16 @@ def why_not_paged(model: Any) -> str | None:
 
 
 def has_states(model: Any) -> bool:
-    """Whether a model keeps a state of each sequence beside keys and values, in known modules."""
+    """Return whether a model keeps a state of each sequence beside keys and values, in known
+    modules."""
     if isinstance(model, GPTMoE) or why_not_paged(model) is not None:
         return False
     return model.config.get_text_config().model_type in recurrent.TYPES
 
 
 def splits_prompts(model: Any) -> bool:
-    """Whether a prompt may be computed in pieces. Jamba's modules begin a piece of several tokens
-    with an empty state."""
+    """Return whether a prompt may be computed in pieces. Jamba's modules begin a piece of several
+    tokens with an empty state."""
     if why_not_paged(model) is not None:
         return False
     return isinstance(model, GPTMoE) or model.config.model_type != "jamba"

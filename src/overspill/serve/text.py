@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece."""
+"""Text to tokens, and tokens to text piece by piece."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ _INCOMPLETE = "\ufffd"  # a character whose bytes are not all there
 
 
 class Codec(Protocol):
-    """Text to tokens and back."""
+    """Tokenizer: text to tokens and back."""
 
     ends: frozenset[int]
     """Tokens that end a text."""
@@ -22,12 +22,19 @@ class Codec(Protocol):
     def decode(self, tokens: list[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for, which may be a part of a character."""
+        """Return the bytes of a token, which may be a part of a character."""
         ...
 
 
+def need_codec(codec: Codec | None) -> Codec:
+    """Return the codec; raises if the model has none."""
+    if codec is None:
+        raise ConfigError("this model has no tokenizer; give token ids instead of text")
+    return codec
+
+
 def check_text(text: str) -> None:
-    """Raises if a text has surrogates, as of bytes on a command line that are not UTF-8."""
+    """Raise if a text has surrogates, as of bytes on a command line that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -38,7 +45,7 @@ def check_text(text: str) -> None:
 
 
 class TransformersCodec:
-    """A tokenizer of transformers; special tokens are left out of the text."""
+    """Tokenizer of transformers; special tokens are left out of the text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -63,15 +70,15 @@ class TransformersCodec:
 
 
 class TextStream:
-    """The text of the tokens so far. What may still change, or may begin a stop string, is held
-    back until it is decided. Without a codec there is no text."""
+    """Text of the tokens so far. Characters that may still change, or may begin a stop string, are
+    held back until that is decided. Without a codec the text stays empty."""
 
     def __init__(self, codec: Codec | None, stops: Sequence[str] = ()) -> None:
         self.text = ""
         """All text that was given out."""
         self.stop: str | None = None
-        """The stop string that ended it."""
-        self._codec = codec
+        """The stop string that ended the text."""
+        self._decode = (lambda _: "") if codec is None else codec.decode
         self._stops = stops
         self._tokens: list[int] = []
         self._start = 0  # tokens before it do not change the text of later ones
@@ -79,28 +86,23 @@ class TextStream:
         self._held = ""
 
     def add(self, token: int) -> tuple[str, bool]:
-        """New text, and whether a stop string ended it."""
-        if self._codec is None:
-            return "", False
+        """Return the new text, and whether a stop string ended it."""
         self._tokens.append(token)
         return self._give(self._decoded())
 
     def end(self) -> tuple[str, bool]:
-        """The text that was held back, and whether it ended with a stop string; there are no more
-        tokens."""
-        if self._codec is None:
-            return "", False
+        """Return the text that was held back, and whether a stop string ended it. No tokens
+        follow."""
         text, stopped = self._give(self._decoded(final=True))
         held, self._held = self._held, ""
         self.text += held
         return text + held, stopped
 
     def _decoded(self, final: bool = False) -> str:
-        """The text of tokens that were not read yet, if their characters are complete. A token is
-        decoded with those before it: spaces between words belong to neither."""
-        assert self._codec is not None
-        before = self._codec.decode(self._tokens[self._start : self._read])
-        text = self._codec.decode(self._tokens[self._start :])
+        """Return the text of new tokens, if their characters are complete. A token is decoded with
+        the tokens before it: spaces between words belong to neither."""
+        before = self._decode(self._tokens[self._start : self._read])
+        text = self._decode(self._tokens[self._start :])
         if len(text) <= len(before) or (text.endswith(_INCOMPLETE) and not final):
             return ""
         self._start, self._read = self._read, len(self._tokens)
@@ -115,16 +117,16 @@ class TextStream:
             text, self._held = self._held[:at], ""
             self.text += text
             return text, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         self.text += text
         return text, False
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text may begin `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
+def overlap(text: str, marker: str) -> int:
+    """Return the number of characters at the end of a text that may begin `marker`."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
             return size
     return 0

@@ -1,4 +1,4 @@
-"""Changes of a model's weights between two batches."""
+"""Detection of changes of a model's weights between two batches."""
 
 import weakref
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from overspill.moe.placeholder import ExpertPlaceholder
 
 
 class WeightsVersion:
-    """Version of all weights of a model: keys and values of another version are wrong.
+    """Version of all weights of a model: keys and values of an earlier version are out of date.
 
-    Experts change through the engine, which counts. Dense weights and buffers are ordinary tensors,
-    whose own versions count what changes them in place. Fused optimizers do not count there, so
-    steps of all optimizers are counted too. Changes of `parameter.data` are not seen.
+    Experts change through the engine, which counts changes. Dense weights and buffers are ordinary
+    tensors, whose versions count changes in place. Fused optimizers do not change these versions,
+    so steps of all optimizers are counted too. Changes of `parameter.data` are not detected.
     """
 
     def __init__(self, model: Any) -> None:
@@ -31,12 +31,12 @@ class WeightsVersion:
         self._versions = self._read()
 
     def _read(self) -> list[tuple[int, int]]:
-        """The address and the version of each dense tensor."""
+        """Return the address and the version of each dense tensor."""
         return [_version(parameters[name]) for parameters, name in self._dense]
 
     def changed(self, dense: bool) -> bool:
-        """Whether weights have changed since the last call. Without `dense` only what was counted
-        is compared, which takes no time. Returns when all updates of experts have ended."""
+        """Return whether weights have changed since the last call. Without `dense` only counters
+        are compared, which takes no time. Returns when all updates of experts have ended."""
         known, versions = (self._engine.records.n_changes, self._steps), self._versions
         if dense or known != self._known:
             versions = self._read()
@@ -47,24 +47,24 @@ class WeightsVersion:
         return True
 
     def after_forward(self) -> None:
-        """Accepts buffers that a forward has changed itself: else no request would end."""
+        """Accept changes of buffers by the model's own forward: otherwise no request would end."""
         for number, (tensors, name) in enumerate(self._dense):
             if not isinstance(tensors[name], nn.Parameter):
                 self._versions[number] = _version(tensors[name])
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Counts a step of an optimizer, if it has tensors of this model."""
+        """Count a step of an optimizer that has tensors of this model."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         self._steps += any(id(parameter) in self._ids for parameter in parameters)
 
     def addresses(self) -> list[int]:
-        """Of the dense tensors, as of the last call of `changed`."""
+        """Return the addresses of the dense tensors at the last call of `changed`."""
         return [address for address, _ in self._versions]
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """The dense weights of a module, and the buffers that are saved with it: others may change in a
-    forward."""
+    """Yield the dense weights of a module, and the buffers that are saved with it: other buffers
+    may change in a forward."""
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, ExpertPlaceholder):
             yield module._parameters, name
@@ -74,7 +74,7 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _counter(version: "weakref.ref[WeightsVersion]") -> Any:
-    """A hook of all optimizers that does not keep the model alive."""
+    """Return a hook of all optimizers that does not keep the model alive."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         found = version()

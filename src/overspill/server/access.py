@@ -1,4 +1,4 @@
-"""Who may use the server: keys, and pages in browsers."""
+"""Access to the server: keys, and pages in browsers."""
 
 import base64
 import binascii
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from overspill.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health"})
-"""What answers to everyone."""
+"""Paths that need no key."""
 
 
 class Access:
@@ -96,7 +96,7 @@ class Access:
 
 
 def _netloc_of(origin: str) -> str | None:
-    """The host and the port of an origin; None if it has none, such as "null"."""
+    """Return the host and the port of an origin; None if it has none, such as "null"."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:
@@ -104,7 +104,7 @@ def _netloc_of(origin: str) -> str | None:
 
 
 def _name_of(netloc: str) -> str:
-    """The host without its port, and without the brackets of an IPv6 address."""
+    """Return the host without its port, and without the brackets of an IPv6 address."""
     try:
         return (urlsplit(f"//{netloc}").hostname or "").lower()
     except ValueError:
@@ -112,7 +112,7 @@ def _name_of(netloc: str) -> str:
 
 
 def _given_key(header: bytes) -> bytes:
-    """The key of a Bearer token, or the password of a browser."""
+    """Return the key of a Bearer token, or the password of a browser; empty if there is none."""
     scheme, _, value = header.partition(b" ")
     value = value.strip()
     if scheme.lower() != b"basic":
@@ -124,6 +124,6 @@ def _given_key(header: bytes) -> bytes:
 
 
 async def _close(scope: Scope, receive: Receive, send: Send) -> None:
-    """There are no WebSockets."""
+    """Close a WebSocket: the server has none."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1000})

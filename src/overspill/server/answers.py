@@ -1,4 +1,4 @@
-"""The answers of one HTTP request: what the engine computes for it, as the event loop sees it."""
+"""The answers of one HTTP request, from their submission to the engine to their last piece."""
 
 import asyncio
 import time
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from overspill.core.errors import ConfigError
 from overspill.serve.params import Piece, Result, SamplingParams
-from overspill.server.bridge import Bridge
 from overspill.server.errors import draining, failed
+from overspill.server.loop_queue import LoopQueue
 
 if TYPE_CHECKING:
     from overspill.serve.background import Submission
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """One answer that is asked for."""
+    """Prompt and parameters of one answer."""
 
     prompt: list[int]
     params: SamplingParams
@@ -26,7 +26,7 @@ class Job:
 
 @dataclass
 class Times:
-    """When something happened to an answer, by `time.perf_counter`."""
+    """Times of the first and the last token of an answer, by `time.perf_counter`."""
 
     first: float | None = None
     last: float = 0.0
@@ -40,14 +40,14 @@ class Times:
 
 
 class Answers:
-    """The answers of one request, which are computed together and cancelled together."""
+    """Answers of one request, which are computed together and cancelled together."""
 
     def __init__(
-        self, bridge: Bridge, jobs: Sequence[Job], stream: bool, count: Callable[[int], None]
+        self, queue: LoopQueue, jobs: Sequence[Job], stream: bool, count: Callable[[int], None]
     ) -> None:
-        """Without `stream` only the ends of answers are delivered: nothing else is needed. `count`
-        gets the number of tokens of each piece."""
-        self._bridge = bridge
+        """Without `stream` only the last piece of each answer is delivered. `count` is called with
+        the number of tokens of each piece."""
+        self._queue = queue
         self._jobs = jobs
         self._stream = stream
         self._count = count
@@ -60,11 +60,9 @@ class Answers:
         self.asked_at = time.perf_counter()
         self.times = [Times() for _ in jobs]
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
     def start(self, llm: "LLM") -> None:
-        """Submits all; may be called in another thread. If one is refused, none is computed."""
+        """Submit all answers; may be called in another thread. If one is refused, none is
+        computed."""
         try:
             for index, job in enumerate(self._jobs):
                 self._submissions.append(
@@ -88,7 +86,7 @@ class Answers:
             times.count(piece)
             count(len(piece.token_ids))
             if stream or piece.finish_reason is not None:
-                self._bridge.put(lambda: self._deliver(index, piece))
+                self._queue.put(lambda: self._deliver(index, piece))
 
         return receive
 
@@ -97,8 +95,9 @@ class Answers:
         self._wake.set()
 
     async def pieces(self) -> AsyncIterator[list[tuple[int, Piece]]]:
-        """All pieces since the last time, with the numbers of their answers, until the answers are
-        complete or cancelled; none after `nudge`. Raises an error if the engine does."""
+        """Yield all pieces since the last time, with the numbers of their answers, until the
+        answers are complete or cancelled; an empty list after `nudge`. Raises errors of the
+        engine."""
         while self._open and not self._cancelled:
             await self._wake.wait()
             self._wake.clear()
@@ -121,20 +120,20 @@ class Answers:
         return error
 
     def nudge(self) -> None:
-        """Lets `pieces` give what there is, even if that is nothing."""
+        """Let `pieces` yield now, even if there is no piece."""
         self._wake.set()
 
     def results(self) -> list[Result]:
-        """Of answers that are complete."""
+        """Return the results of answers that are complete."""
         return [submission.result() for submission in self._submissions]
 
     def disconnect(self) -> None:
-        """The client has gone."""
+        """Cancel the answers because the client has gone."""
         self.disconnected = True
         self.cancel()
 
     def cancel(self) -> None:
-        """Frees what the answers hold; nothing is delivered any more."""
+        """Free the memory of the answers; no piece is delivered any more."""
         self._cancelled = True
         self._cancel_all()
         self._wake.set()

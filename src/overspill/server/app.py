@@ -1,4 +1,4 @@
-"""The application: paths, and the middleware around them."""
+"""The application: its paths, and the middleware around them."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,19 +15,18 @@ from overspill.server.access import Access
 from overspill.server.chat import plan_chat
 from overspill.server.completions import plan_completion, prompts_of
 from overspill.server.errors import ApiError, failed
-from overspill.server.exchange import Exchange
 from overspill.server.failures import Failures
 from overspill.server.limits import Limits
 from overspill.server.metrics import CONTENT_TYPE
 from overspill.server.page import page_response, part_names, part_response
 from overspill.server.protocol import ChatRequest, CompletionRequest, parse
+from overspill.server.request import ApiRequest
 from overspill.server.requests_log import RequestLog
 from overspill.server.service import Service
-from overspill.server.stats import read_stats
 
 
 def create_app(service: Service) -> ASGIApp:
-    """All of the server but its sockets. Middleware is plain ASGI: it does not copy streams."""
+    """Return the server without its sockets. Middleware is plain ASGI: it does not copy streams."""
     config = service.config
     routes = _routes(service)
     app: ASGIApp = Failures(routes, config)
@@ -63,7 +62,7 @@ def _routes(service: Service) -> FastAPI:
 
     @app.get("/stats")
     async def stats() -> Response:
-        return JSONResponse(read_stats(service))
+        return JSONResponse(service.stats())
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
@@ -89,20 +88,21 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         body = parse(ChatRequest, await request.body())
         service.check_model(body.model)
-        exchange = Exchange(service, body.n or 1)
-        return await exchange.run(request, partial(plan_chat, llm, body, name), bool(body.stream))
+        answered = ApiRequest(service, body.n or 1)
+        return await answered.run(request, partial(plan_chat, llm, body, name), bool(body.stream))
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(CompletionRequest, await request.body())
         service.check_model(body.model)
-        exchange = Exchange(service, len(prompts_of(body)) * (body.n or 1))
+        answered = ApiRequest(service, len(prompts_of(body)) * (body.n or 1))
         plan = partial(plan_completion, llm, body, name, service.config.decoder.given)
-        return await exchange.run(request, plan, bool(body.stream))
+        return await answered.run(request, plan, bool(body.stream))
 
 
 def _body(kind: type[Any]) -> dict[str, Any]:
-    """For the description of the API: bodies are parsed here, not by FastAPI."""
+    """Return the description of a body for the API's schema: bodies are parsed here, not by
+    FastAPI."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -134,7 +134,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return error.response()
 
     async def http(request: Request, error: Exception) -> Response:
-        """No such path, or not with this method."""
+        """Answer a request for an unknown path or with a wrong method."""
         assert isinstance(error, HTTPException)
         path, method = request.scope["path"][:200], request.method[:20]
         messages = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
-    """What is computed for a chat. Tokenizes: takes long for a long chat."""
+    """Return the plan of a chat. It takes long to tokenize a long chat."""
     llm.check_chats()
     template = llm.chat_template
     check_tools(body, template)
@@ -44,14 +44,14 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
         isinstance(body.tool_choice, NamedTool),
         TokenTexts(llm.token_bytes) if body.logprobs else None,
         top,
-        body.stream_options is not None and bool(body.stream_options.include_usage),
+        body.includes_usage,
     )
     return Plan([Job(tokens, each) for each in samples_of(params, n)], n, form)
 
 
 def template_arguments(body: ChatRequest, template: str | None) -> dict[str, Any]:
-    """Variables for the chat template, such as `enable_thinking`: only those that it uses, and none
-    that is an argument of the tokenizer, such as another template."""
+    """Return variables for the chat template, such as `enable_thinking`. Raises an error for
+    variables that it does not use, and for arguments of the tokenizer, such as another template."""
     given = body.chat_template_kwargs or {}
     used = set(re.findall(r"\w+", template or ""))
     if body.reasoning_effort is not None:
@@ -75,7 +75,7 @@ def _reserved() -> frozenset[str]:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """As chat templates expect it."""
+    """Return a message in the form that chat templates expect."""
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": _content(message)}
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -94,7 +94,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _content(message: Message) -> str | None:
     if message.content is None:
-        # without calls there is nothing that a missing text would tell: templates print "None"
+        # without calls the text is empty: templates would print "None"
         return message.refusal or (None if message.tool_calls else "")
     if isinstance(message.content, str):
         return message.content
@@ -112,7 +112,7 @@ def _content(message: Message) -> str | None:
 
 
 class ChatForm(Form):
-    """Chats."""
+    """Form of chats."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class ChatForm(Form):
         top: int,
         with_usage: bool,
     ) -> None:
-        """`readers` find calls of tools, one for each answer; `named` if the client has chosen the
-        tool; `texts` are for log probabilities, if they are asked for."""
+        """`readers` find calls of tools, one for each answer; `named` says that the client has
+        chosen the tool; `texts` are for log probabilities, if they are asked for."""
         super().__init__("chat.completion.chunk", "chatcmpl", model, with_usage)
         self._readers = readers
         self._called = [False] * len(readers)
@@ -168,7 +168,8 @@ class ChatForm(Form):
         return found
 
     def _reason(self, index: int, reason: str) -> str:
-        """As in OpenAI's API, a call that the client has chosen ends with "stop"."""
+        """Return the finish reason of an answer. As in OpenAI's API, a call of a tool that the
+        client has chosen ends with "stop"."""
         called = self._called[index] and not self._named
         return "tool_calls" if reason == "stop" and called else reason
 
@@ -187,6 +188,6 @@ class ChatForm(Form):
 
 
 def _joined(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Calls without the numbers that only streams have."""
+    """Return calls without the numbers that only streams have."""
     deltas = [call.delta() for call in calls]
     return [{name: delta[name] for name in ("id", "type", "function")} for delta in deltas]

@@ -21,6 +21,7 @@ _DEFAULT_TOKENS = 16  # of OpenAI's API
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
+    """Return the prompts of a body as a list of texts and token ids."""
     prompt: Any = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
@@ -30,8 +31,8 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
 def plan_completion(
     llm: "LLM", body: CompletionRequest, model: str, defaults: Mapping[str, Any]
 ) -> Plan:
-    """What is computed for a completion. Tokenizes: takes long for a long prompt. `defaults` are
-    for the languages and the decoder prompt."""
+    """Return the plan of a completion. It takes long to tokenize a long prompt. `defaults` are for
+    the languages and the decoder prompt."""
     if body.echo and llm.has_encoder:
         raise invalid("echo is not supported: answers of this model continue no prompt", "echo")
     own = {name: getattr(body, name) for name in DECODER_FIELDS}
@@ -55,14 +56,13 @@ def plan_completion(
         if body.echo:
             echo = prompt if isinstance(prompt, str) else llm.decode(prompt)
         echoes += [echo] * n
-    with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     texts = None if body.logprobs is None else TokenTexts(llm.token_bytes)
-    form = CompletionForm(model, echoes, texts, body.logprobs or 0, with_usage)
+    form = CompletionForm(model, echoes, texts, body.logprobs or 0, body.includes_usage)
     return Plan(jobs, n, form)
 
 
 class CompletionForm(Form):
-    """Completions."""
+    """Form of completions."""
 
     def __init__(
         self,

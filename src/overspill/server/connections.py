@@ -1,4 +1,4 @@
-"""Connections of uvicorn, with small reads and errors in JSON."""
+"""Connections of uvicorn that read small pieces and send errors as JSON."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ _READ_BYTES = 16 << 10
 
 
 class Connection(H11Protocol):
-    """HTTP connection that reads small pieces and answers with JSON to bytes that are not HTTP."""
+    """HTTP connection that reads small pieces, and answers bytes that are not HTTP with JSON."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

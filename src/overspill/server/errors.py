@@ -18,7 +18,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is not answered, and what its client is told."""
+    """A request cannot be answered. Has the status and the body for its client."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class ApiError(Exception):
         )
 
     async def send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As the answer of a middleware."""
+        """Answer a request of a middleware with this error."""
         await self.response()(scope, receive, send)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request whose content is wrong."""
+    """Return an error for a request whose content is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 

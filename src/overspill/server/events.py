@@ -1,4 +1,4 @@
-"""Server-sent events: an answer while it is made."""
+"""Server-sent events: a response that is sent while its answers are computed."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,8 @@ def event(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come. The status is sent before them, so an error is one more event."""
+    """Response that sends events as they come. The status is sent before them, so an error is one
+    more event."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class EventStream(Response):
         explain: Callable[[BaseException], ApiError],
         on_end: Callable[[], None],
     ) -> None:
-        """`deadline` is a time of the event loop; `explain` makes errors for the client; `on_end`
-        is called in any case."""
+        """`deadline` is a time of the event loop. `explain` converts exceptions to errors for the
+        client. `on_end` is called in any case."""
         super().__init__()
         self._events = events
         self._deadline = deadline
@@ -67,7 +68,7 @@ class EventStream(Response):
 
 
 async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> None:
-    """Calls the function if the client goes away before the answer is complete."""
+    """Call a function if the client disconnects before the response is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
     on_disconnect()

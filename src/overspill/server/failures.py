@@ -1,4 +1,4 @@
-"""Exceptions as errors for clients, and what of them is logged."""
+"""Conversion of exceptions to errors for clients, and their log."""
 
 import logging
 import traceback
@@ -14,7 +14,7 @@ log = logging.getLogger("overspill.server")
 
 
 def explain(error: BaseException, config: ServerConfig) -> ApiError:
-    """The error for a client. What is no fault of the client is logged."""
+    """Return the error for a client. Failures that the client has not caused are logged."""
     if isinstance(error, ApiError) and error.status < 500:
         return error
     if isinstance(error, ConfigError):
@@ -28,8 +28,8 @@ def explain(error: BaseException, config: ServerConfig) -> ApiError:
 
 
 def describe(error: BaseException, with_prompts: bool) -> str:
-    """The error with its traceback. Messages of errors that are not about the machine may contain a
-    part of a prompt, and are left out unless prompts are logged."""
+    """Return an error with its traceback. Messages of errors that are not about the machine may
+    contain a part of a prompt, and are left out unless prompts are logged."""
     told = isinstance(error, OverspillError | OSError | MemoryError | RuntimeError)
     lines = "".join(traceback.format_tb(error.__traceback__))
     message = str(error) if with_prompts or told else "(message not logged)"
@@ -37,7 +37,7 @@ def describe(error: BaseException, with_prompts: bool) -> str:
 
 
 class Failures:
-    """Middleware that logs what the application has not expected, after it has answered."""
+    """Middleware that logs unexpected exceptions of the application, after it has answered."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app

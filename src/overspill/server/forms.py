@@ -1,4 +1,4 @@
-"""What the forms of both kinds of answers have in common."""
+"""The base class of the two forms of responses: completions and chats."""
 
 import json
 import secrets
@@ -7,17 +7,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from overspill.serve.params import Piece, Result
+from overspill.serve.params import Piece, Result, Usage
 from overspill.server.events import event
-from overspill.server.usage import Usage
+
+
+def usage_of(results: Sequence[Result], samples: int) -> Usage:
+    """Return the tokens of a request. Each prompt counts once for its `samples` answers, which
+    follow each other in `results`."""
+    prompts = results[::samples]
+    return Usage(
+        sum(result.prompt_tokens for result in prompts),
+        sum(len(result.token_ids) for result in results),
+        sum(result.cached_tokens for result in prompts),
+    )
+
+
+def _usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.new_tokens,
+        "total_tokens": usage.prompt_tokens + usage.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
 
 
 class Form(ABC):
-    """How the pieces and results of the engine are written for a client."""
+    """Form of a response: writes pieces and results of the engine as JSON for a client."""
 
     def __init__(self, kind: str, prefix: str, model: str, with_usage: bool) -> None:
         """`kind` is the `object` of an event, `prefix` begins the id; `with_usage` adds a last
-        event with the usage."""
+        event with the number of tokens."""
         self.id = f"{prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
@@ -33,29 +52,29 @@ class Form(ABC):
         return {**head, "system_fingerprint": None}
 
     def opening(self) -> bytes:
-        """Events before the first piece."""
+        """Return the events before the first piece."""
         return b""
 
     @abstractmethod
     def events(self, index: int, piece: Piece) -> bytes:
-        """The events of a piece of answer `index`."""
+        """Return the events of a piece of answer `index`."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Events after the last piece."""
+        """Return the events after the last piece."""
         if not self._with_usage:
             return b""
-        return event({**self._head(self._kind), "choices": [], "usage": usage.body()})
+        return event({**self._head(self._kind), "choices": [], "usage": _usage_body(usage)})
 
     def _event(self, choice: str) -> bytes:
-        """An event with one choice, which is encoded already."""
+        """Return an event with one choice, which is encoded already."""
         return (self._begin + choice + self._end).encode()
 
     def body(self, results: Sequence[Result], usage: Usage) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the body of a complete response."""
         choices = [self.choice(index, result) for index, result in enumerate(results)]
         head = self._head(self._kind.removesuffix(".chunk"))
-        return {**head, "choices": choices, "usage": usage.body()}
+        return {**head, "choices": choices, "usage": _usage_body(usage)}
 
     @abstractmethod
     def choice(self, index: int, result: Result) -> dict[str, Any]:
-        """One answer that is complete."""
+        """Return a complete answer as an item of `choices`."""

@@ -15,13 +15,13 @@ _DISCARD_SECONDS = 5.0
 
 
 class Disconnected(Exception):
-    """The client has gone before its request was complete."""
+    """The client has closed the connection before its request was complete."""
 
 
 class Limits:
     """Middleware that reads the body of a request, within its limits, before the application sees
-    the request. `post` is entered for each such request, and raises an error if no more are
-    taken."""
+    the request. `post` is entered for each such request, and raises an error if the server is
+    full."""
 
     def __init__(
         self, app: ASGIApp, limits: LimitSection, post: Callable[[], AbstractContextManager[None]]
@@ -41,7 +41,7 @@ class Limits:
         except ApiError as error:  # the application answers its own errors
             await _refuse(error, receive, send, 0 if error.status == 408 else _DISCARD_SECONDS)
         except Disconnected:
-            pass  # nobody waits for an answer
+            pass  # no client waits for an answer
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         headers = dict(scope["headers"])
@@ -79,7 +79,7 @@ class Limits:
 
 
 def _encoded() -> ApiError:
-    """A small body could become a large one, so none is decoded."""
+    """Return the error for an encoded body: a small one could become large, so none is decoded."""
     return ApiError(
         415,
         "a body with a Content-Encoding, such as gzip, is not supported; send it as it is",
@@ -89,7 +89,7 @@ def _encoded() -> ApiError:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body again in one piece, then what follows it."""
+    """Return a function that receives the body again in one piece, then later messages."""
     given = False
 
     async def replayed() -> Message:
@@ -103,9 +103,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(error: ApiError, receive: Receive, send: Send, seconds: float) -> None:
-    """Answers before the body was read. What the client sends meanwhile is read and discarded for
-    some seconds: a connection that is closed with unread data resets, and the client may lose the
-    answer."""
+    """Answer before the body was read. Data that the client sends meanwhile are read and discarded
+    for some seconds: a connection that is closed with unread data resets, and the client may lose
+    the answer."""
     response = error.response()
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

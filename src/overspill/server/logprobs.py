@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Logprobs = Sequence[Mapping[int, float]]
-"""For each token: the token itself first, and the likeliest ones."""
+"""Log probabilities for each token: of the token itself first, and of the likeliest ones."""
 
 _LOWEST = -9999.0
 """OpenAI's value for tokens that are impossible; JSON has no infinity."""
 
 
 class TokenTexts:
-    """Tokens as text and bytes."""
+    """Log probabilities with their tokens as text and bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
 
     def chat(self, tokens: Sequence[int], logprobs: Logprobs, top: int) -> list[dict[str, Any]]:
-        """The `content` of `logprobs` in a chat."""
+        """Return the `content` of `logprobs` in a chat."""
         return [
             {
                 **self._entry(token, found[token]),
@@ -30,8 +30,8 @@ class TokenTexts:
     def completion(
         self, tokens: Sequence[int], logprobs: Logprobs, top: int, offsets: "Offsets"
     ) -> dict[str, Any]:
-        """The `logprobs` of a completion. As in OpenAI's API, the token itself is always among the
-        likeliest."""
+        """Return the `logprobs` of a completion. As in OpenAI's API, the token itself is always
+        among the likeliest."""
         tops = []
         for token, found in zip(tokens, logprobs, strict=True):
             listed = {**dict(_likeliest(found, top)), token: found[token]}
@@ -49,7 +49,7 @@ class TokenTexts:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(found)}
 
     def _text(self, token: int) -> str:
-        """A token that is part of a character is written as OpenAI does."""
+        """Return a token as text. A token that is part of a character is written as OpenAI does."""
         found = self._token_bytes(token)
         try:
             return found.decode("utf-8")
@@ -58,14 +58,15 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where the tokens of an answer begin in its text. A token that is part of a character begins
-    where the character does."""
+    """Offsets of the tokens of an answer in its text. A token that is part of a character has the
+    offset of the character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0
 
     def next(self, token: bytes) -> int:
+        """Return the offset of the next token."""
         begin = self._length
         self._length += len(self._decoder.decode(token))
         return begin

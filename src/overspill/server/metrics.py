@@ -1,17 +1,13 @@
 """GET /metrics: counters and histograms for Prometheus."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from overspill.server.answers import Answers
-from overspill.server.stats import read_stats
-
-if TYPE_CHECKING:
-    from overspill.server.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
@@ -19,9 +15,10 @@ _TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 
 
 class Metrics:
-    """What is counted while requests are answered, and what the engine knows when it is asked."""
+    """Counters of requests and answers, and the figures of the engine."""
 
-    def __init__(self, service: "Service") -> None:
+    def __init__(self, read_stats: Callable[[], dict[str, Any]]) -> None:
+        """`read_stats` returns the figures of the engine, as `Service.stats`."""
         self._registry = registry = CollectorRegistry()
         self._requests = Counter(
             "overspill_http_requests", "Requests by path and status", ("path", "status"),
@@ -39,12 +36,14 @@ class Metrics:
             "overspill_cancelled", "Requests whose client has gone before their end",
             registry=registry,
         )  # fmt: skip
-        registry.register(_Engine(service))
+        registry.register(_Engine(read_stats))
 
     def count_request(self, path: str, status: int) -> None:
+        """Count a request by its path and its status."""
         self._requests.labels(path, str(status)).inc()
 
     def count_answers(self, answers: Answers) -> None:
+        """Record the times of answers that have ended."""
         if answers.disconnected:
             self._cancelled.inc()
         for times in answers.times:
@@ -54,20 +53,21 @@ class Metrics:
                     self._token.observe((times.last - times.first) / (times.tokens - 1))
 
     def text(self) -> bytes:
+        """Return all figures in the text format of Prometheus."""
         return generate_latest(self._registry)
 
 
 class _Engine(Collector):
-    """The figures of the engine, read when they are asked for."""
+    """Figures of the engine, read when Prometheus asks for them."""
 
-    def __init__(self, service: "Service") -> None:
-        self._service = service
+    def __init__(self, read_stats: Callable[[], dict[str, Any]]) -> None:
+        self._read_stats = read_stats
 
     def describe(self) -> Iterable[Metric]:
         return ()  # else it would be collected when it is registered
 
     def collect(self) -> Iterable[Metric]:
-        stats = read_stats(self._service)
+        stats = self._read_stats()
         gauges = {
             "running": "Answers that are computed",
             "waiting": "Answers that wait for others",

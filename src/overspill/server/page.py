@@ -26,14 +26,14 @@ def page_response() -> Response:
 
 
 def part_names() -> list[str]:
-    """The scripts and styles of the page."""
+    """Return the names of the scripts and styles of the page."""
     folder = _folder()
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     return sorted(name for name in names if _suffix(name) in _TYPES)
 
 
 def part_response(name: str) -> Response:
-    """One of `part_names`."""
+    """Return the script or style with a name of `part_names`."""
     return _respond(_folder() / name, _TYPES[_suffix(name)])
 
 

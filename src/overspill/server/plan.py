@@ -1,4 +1,4 @@
-"""What a request asks the engine for, and the form of its answer."""
+"""The plan of a request: the answers that the engine computes, and the form of the response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
+    """Answers that a request asks for, and the form of its response."""
+
     jobs: Sequence[Job]
-    """All answers: those of the first prompt first."""
+    """Prompt and parameters of each answer, in the order of the prompts."""
     samples: int
-    """Answers to each prompt."""
+    """Number of answers to each prompt."""
     form: Form
 
 
 def check_length(tokens: Sequence[int], llm: "LLM", param: str) -> None:
+    """Raise an error if a prompt is too long; `param` is the field of the body that has it."""
     context = llm.context
     if llm.has_encoder and len(tokens) > context:
         raise invalid(

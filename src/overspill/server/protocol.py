@@ -2,7 +2,7 @@
 messages, tools and schemas.
 
 A setting that is ignored, or misspelt, would go unnoticed. Fields that cannot change an answer, and
-values that ask for what is done anyway, are accepted."""
+values that equal the behaviour of this server, are accepted."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -16,7 +16,7 @@ MOST_SAMPLES = 128
 MOST_LOGPROBS = 20
 MOST_STOPS = 4
 MOST_ENTRIES = 10_000
-"""Of an object whose keys are free."""
+"""Entries of an object whose keys are free."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -24,7 +24,7 @@ _WITHOUT_EFFECT = frozenset(
         "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
     }
 )  # fmt: skip
-"""Of OpenAI's API: they concern its accounts, its storage and its speed."""
+"""Fields of OpenAI's API that concern its accounts, its storage and its speed."""
 
 _USUAL: Mapping[str, Any] = {
     "add_generation_prompt": True, "best_of": 1, "continue_final_message": False, "echo": False,
@@ -35,8 +35,8 @@ _USUAL: Mapping[str, Any] = {
 
 
 def _check_unknown(given: Mapping[str, Any] | None, inside: str = "") -> None:
-    """Raises an error for the first field that could change the answer. `inside` is the field that
-    has them."""
+    """Raise an error for the first field that could change the answer. `inside` is the name of the
+    object that has these fields."""
     for name, value in (given or {}).items():
         usual = name in _USUAL and value == _USUAL[name]
         if value is None or name in _WITHOUT_EFFECT or usual:
@@ -64,7 +64,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Body(BaseModel):
-    """Types are not converted: "5" is no number."""
+    """Part of a body. Types are not converted: "5" is no number."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -75,7 +75,7 @@ class StreamOptions(Body):
 
 
 class Shared(Body):
-    """What chats and completions have in common."""
+    """Fields that chats and completions have in common."""
 
     model_config = ConfigDict(extra="allow")  # and refused in `check`
     model: str | None = None
@@ -95,8 +95,13 @@ class Shared(Body):
     logit_bias: Entries[Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None
 
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with an event that has the number of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
     def check(self) -> None:
-        """What types do not say."""
+        """Raise an error for values that types do not exclude."""
         _check_unknown(self.model_extra)
         if self.stream_options is not None:
             if not self.stream:
@@ -224,6 +229,7 @@ Parsed = TypeVar("Parsed", bound=Shared)
 
 
 def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """Return a body as an object; raises an `ApiError` if it is wrong."""
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
@@ -233,7 +239,7 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """Names the field that is wrong, without its value: it may be a prompt."""
+    """Return an error that names the wrong field, without its value: it may be a prompt."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg'].partition(': ')[2]}")
@@ -260,7 +266,7 @@ _FIELDS = frozenset(name for kind in _MODELS for name in _fields(kind))
 
 
 def _is_type(part: str) -> bool:
-    """Whether it is pydantic's name for a member of a union."""
+    """Return whether a part of a location is pydantic's name for a member of a union."""
     return part in ("str", "int", "float", "bool", "NamedTool") or part.startswith(
         ("list[", "literal[", "dict[", "constrained-", "function-", "nullable[")
     )

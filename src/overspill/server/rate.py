@@ -1,4 +1,4 @@
-"""Tokens per second of late."""
+"""The rate of new tokens."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ _WINDOW = 5.0
 
 
 class TokenRate:
-    """Tokens of the last seconds, in steps of a quarter of a second."""
+    """Counter of tokens, and of the tokens of the last seconds in steps of a quarter second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -17,7 +17,7 @@ class TokenRate:
         self.total = 0
 
     def add(self, tokens: int) -> None:
-        """From the thread that computes; others only read."""
+        """Count tokens. Only the thread that computes calls this; other threads only read."""
         self.total += tokens
         step = int(self._clock() * 4)
         if self._steps and self._steps[-1][0] == step:
@@ -27,6 +27,7 @@ class TokenRate:
             self._steps.popleft()
 
     def per_second(self) -> float:
+        """Return the mean rate of the last five seconds."""
         now = self._clock()
         first = int(now * 4) - int(4 * _WINDOW) + 1
         tokens = sum(tokens for step, tokens in list(self._steps) if step >= first)

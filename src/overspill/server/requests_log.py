@@ -1,4 +1,4 @@
-"""Counts requests, and writes them to the log if that is asked for."""
+"""Counters of requests, and their log."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ log = logging.getLogger("overspill.server")
 
 
 class RequestLog:
-    """Middleware that gives each request an id and counts its status. With `logged` it also
-    logs so many bytes of the body of each request; headers never are, since they have keys."""
+    """Middleware that gives each request an id and counts its status. With `logged` it also logs
+    that many bytes of the body of each request, but no headers, since they have keys."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class RequestLog:
         paths: Collection[str],
         logged: int | None,
     ) -> None:
-        """`paths` are those that may be counted and logged: a client can ask for any text."""
+        """Only `paths` are counted and logged by name: a client can ask for any text."""
         self._app = app
         self._count = count
         self._paths = paths

@@ -1,4 +1,4 @@
-"""Runs the server until a signal ends it."""
+"""Start and end of the server."""
 
 import asyncio
 import logging
@@ -21,14 +21,14 @@ log = logging.getLogger("overspill.server")
 
 _KEEP_ALIVE = 30  # seconds
 _CLOSING_SECONDS = 10
-"""After all answers have ended: how long clients may take to read them."""
+"""Time for clients to read their answers after all have ended."""
 _FORCED_SECONDS = 10.0
-"""After a second signal: how long the last batch may take before the process ends anyway."""
+"""Time for the last batch after a second signal, before the process ends anyway."""
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The socket of the address. Bound before the model is loaded: an address that is in use shows
-    at once."""
+    """Return a socket with the address of the server. It is bound before the model is loaded: an
+    address that is in use shows at once."""
     host, port = config.address.host, config.address.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -47,7 +47,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def address_of(bound: socket.socket) -> str:
-    """The address for clients."""
+    """Return the URL for clients."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
@@ -55,8 +55,8 @@ def address_of(bound: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """Drains at the first signal: answers in progress are finished, new requests are refused. At
-    the second it cancels them."""
+    """Server of uvicorn that drains at the first signal: it finishes answers in progress and
+    refuses new requests. At the second signal it cancels the answers."""
 
     def __init__(self, service: Service, on_start: Callable[[], None]) -> None:
         limits = service.config.limits
@@ -86,15 +86,15 @@ class Server(uvicorn.Server):
         self._on_start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Only notes the signal: it may interrupt anything. Unlike uvicorn's, it keeps listening
-        while answers are finished, so that clients are told."""
+        """Only note the signal: it may interrupt anything. Unlike uvicorn's server, this one keeps
+        listening while answers are finished, so that clients are told."""
         self._signals.append(sig)
         self._service.draining = True
         if len(self._signals) > 2:  # the event loop does not respond
             os._exit(0)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
+        """Return whether the server ends. Called ten times a second."""
         ended = await super().on_tick(counter)
         if self._service.draining:
             self._service.stop_compiling()
@@ -110,15 +110,15 @@ class Server(uvicorn.Server):
 
 
 def _end_within(seconds: float) -> None:
-    """Ends the process even if a batch, or the closing of files, takes longer."""
+    """End the process after some seconds, even if a batch or the closing of files takes longer."""
     timer = threading.Timer(seconds, os._exit, (0,))
     timer.daemon = True
     timer.start()
 
 
 def serve(service: Service, bound: socket.socket, on_start: Callable[[], None]) -> bool:
-    """Serves until a signal ends it; False if a second one has. `on_start` is called when clients
-    can connect."""
+    """Serve until a signal; return False if a second signal has ended the server. `on_start` is
+    called when clients can connect."""
     server = Server(service, on_start)
     try:
         asyncio.run(server.serve([bound]))

@@ -1,4 +1,4 @@
-"""The fields of a request as `SamplingParams`."""
+"""Conversion of the fields of a request to `SamplingParams`."""
 
 import dataclasses
 import re
@@ -21,8 +21,8 @@ def sampling_params(
     schema: dict[str, Any] | None,
     decoder: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """Defaults are those of OpenAI's API: tokens are drawn with temperature 1. `decoder` are
-    further arguments."""
+    """Return the parameters of a request. Defaults are those of OpenAI's API: tokens are drawn with
+    temperature 1. `decoder` are further arguments."""
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -56,14 +56,15 @@ def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def samples_of(params: SamplingParams, n: int) -> list[SamplingParams]:
-    """Those of n answers to one prompt: with a seed each gets another one, so that they differ."""
+    """Return the parameters of n answers to one prompt. With a seed each gets a seed of its own, so
+    that they differ."""
     if params.seed is None:
         return [params] * n
     return [dataclasses.replace(params, seed=(params.seed + i) % _SEEDS) for i in range(n)]
 
 
 def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
-    """The JSON schema that an answer must follow."""
+    """Return the JSON schema that an answer must follow; None if it is free."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
@@ -75,7 +76,8 @@ def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
 
 
 def refused(error: ConfigError) -> ApiError:
-    """What the engine says about a wrong value; most begin with the name of the argument."""
+    """Return the engine's error about a wrong value as one for the client. Most messages begin with
+    the name of the argument."""
     name = re.match(r"\w*", str(error))
     param = name[0] if name and name[0] in _ARGUMENTS else None
     return invalid(str(error), "response_format" if param == "json_schema" else param)

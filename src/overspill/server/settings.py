@@ -80,7 +80,8 @@ class ServerConfig(Config):
     """For completions that do not say otherwise."""
 
     def read_keys(self) -> tuple[str, ...]:
-        """The keys of --api-key, --api-key-file and the environment; empty if there are none."""
+        """Return the keys of --api-key, --api-key-file and the environment; empty if there are
+        none."""
         keys = [] if self.access.api_key is None else [("--api-key", self.access.api_key)]
         if KEY_VARIABLE in os.environ:
             keys.append((KEY_VARIABLE, os.environ[KEY_VARIABLE]))

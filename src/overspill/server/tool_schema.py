@@ -8,7 +8,7 @@ from overspill.server.protocol import ChatRequest, NamedTool, Tool
 
 
 def check_tools(request: ChatRequest, template: str | None) -> None:
-    """Raises an error for tools and choices that cannot be followed."""
+    """Raise an error for tools and choices that cannot be followed."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -32,8 +32,8 @@ def check_tools(request: ChatRequest, template: str | None) -> None:
 
 
 def tool_schema(request: ChatRequest) -> dict[str, Any] | None:
-    """The schema of an answer that must be a call; None if it need not be one. For a tool that
-    `tool_choice` names, it is that of its arguments."""
+    """Return the schema of an answer that must be a call; None if it need not be one. If
+    `tool_choice` names a tool, the schema is that of its arguments."""
     tools, choice = request.tools or [], request.tool_choice
     if isinstance(choice, NamedTool):
         return next(_arguments(t) for t in tools if t.function.name == choice.function.name)
@@ -63,7 +63,7 @@ def _call(tool: Tool, number: int) -> dict[str, Any]:
 
 
 def _rebase(schema: Any, root: str) -> Any:
-    """The schema as a part of another one: its references begin at `root`."""
+    """Return a schema as a part of another one: its references begin at `root`."""
     if isinstance(schema, list):
         return [_rebase(each, root) for each in schema]
     if not isinstance(schema, dict):

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from overspill.serve.text import overlap
 from overspill.server.protocol import ChatRequest, NamedTool, Tool
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call, or a part of one: of a call that comes in parts only the first has a name."""
+    """Call of a tool, or a part of one: if a call comes in parts, only the first has a name."""
 
     index: int
     arguments: str
@@ -20,7 +21,7 @@ class Call:
     id: str | None = None
 
     def delta(self) -> dict[str, Any]:
-        """As a stream of events has it."""
+        """Return the call as an item of `tool_calls` in an event."""
         if self.name is None:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         function = {"name": self.name, "arguments": self.arguments}
@@ -29,23 +30,24 @@ class Call:
 
 @dataclass
 class Found:
-    """What a part of an answer gave."""
+    """Text and calls that were found in a part of an answer."""
 
     text: str = ""
     calls: list[Call] = field(default_factory=list)
 
 
 class ToolReader(Protocol):
-    """Divides an answer into text and calls, while it is made."""
+    """Divides an answer into text and calls while it is generated."""
 
-    def feed(self, text: str) -> Found: ...
+    def feed(self, text: str) -> Found:
+        """Read more text of the answer."""
 
     def end(self) -> Found:
-        """What was held back; there is no more text."""
+        """Return the text that was held back, and its calls. No text follows."""
 
 
 def new_id() -> str:
-    """Nine letters and digits: templates of Mistral accept nothing else."""
+    """Return nine letters and digits: templates of Mistral accept nothing else."""
     return secrets.token_hex(5)[:9]
 
 
@@ -54,20 +56,21 @@ Read = Callable[[str], list[tuple[str, Any]] | None]
 
 @dataclass(frozen=True)
 class Style:
-    """How a family of models writes calls."""
+    """Form in which a family of models writes calls."""
 
     marker: str
-    """Begins a call anywhere."""
+    """The text that begins a call."""
     openers: tuple[str, ...]
-    """Begin a call at the start of an answer: special tokens such as the marker may be left out of
-    the text."""
+    """Texts that begin a call at the start of an answer: special tokens such as the marker may be
+    left out of the text."""
     end: str | None
-    """Ends a call; None if it takes the rest of the answer."""
+    """The text that ends a call; None if a call takes the rest of the answer."""
     read: Read
+    """Returns the names and arguments in a call; None if it is no call."""
 
 
 def _objects(text: str) -> list[tuple[str, Any]] | None:
-    """Names and arguments of JSON objects, or of a list of them; None if it is something else."""
+    """Return names and arguments of JSON objects, or of a list of them; None for other text."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while at < len(text):
         if text[at] in " \t\r\n;,":
@@ -85,7 +88,7 @@ def _objects(text: str) -> list[tuple[str, Any]] | None:
 
 
 def _named(text: str) -> list[tuple[str, Any]] | None:
-    """Calls of Mistral: a list of objects, or a name and its arguments."""
+    """Return the calls in a text of Mistral: a list of objects, or a name and its arguments."""
     match = re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", text)
     if match is None:
         return _objects(text)
@@ -96,7 +99,7 @@ def _named(text: str) -> list[tuple[str, Any]] | None:
 
 
 def find_style(template: str, tools: Sequence[Tool]) -> Style | None:
-    """How the model writes calls, by its chat template; None if that is not known."""
+    """Return the style of a model's calls, by its chat template; None if it is not known."""
     if "[TOOL_CALLS]" in template:
         names = tuple(tool.function.name + "{" for tool in tools)
         return Style("[TOOL_CALLS]", ("[{", *names), None, _named)
@@ -108,10 +111,10 @@ def find_style(template: str, tools: Sequence[Tool]) -> Style | None:
 
 
 class StyleReader:
-    """Finds calls in the style of a model. What looks like a call and is none stays text."""
+    """Finds calls in the style of a model. Text that looks like a call and is none stays text."""
 
     def __init__(self, style: Style, names: Sequence[str], most: int | None = None) -> None:
-        """`names` are those of the tools; `most` is how many calls are accepted."""
+        """`names` are the names of the tools; at most `most` calls are accepted."""
         self._style = style
         self._names = frozenset(names)
         self._most = most
@@ -137,7 +140,7 @@ class StyleReader:
         return found
 
     def _step(self, found: Found) -> bool:
-        """Whether there may be more in the text that is held."""
+        """Read the next part of the held text; return False if more text is needed."""
         if self._inside is not None:
             end = self._style.end
             if end is None or end not in self._held:
@@ -148,7 +151,7 @@ class StyleReader:
         return self._open(found)
 
     def _open(self, found: Found) -> bool:
-        """Looks for the beginning of a call, and gives out the text before it."""
+        """Look for the beginning of a call, and give out the text before it."""
         marker, start = self._style.marker, self._held.lstrip()
         if not self._begun:
             if any(start.startswith(opener) for opener in self._style.openers):
@@ -161,14 +164,14 @@ class StyleReader:
             self._give(found, before if before.strip() else "")
             self._held, self._inside = there + rest, len(there)
             return True
-        keep = _overlap(self._held, marker)
+        keep = overlap(self._held, marker)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
         self._give(found, text)
         return False
 
     def _close(self, found: Found, content: str, end: str, rest: str) -> None:
-        """The end of a call, if it is one."""
+        """End a call; its content stays text if it is none."""
         calls = self._style.read(content)
         if calls is None or not all(name in self._names for name, _ in calls):
             self._give(found, self._held[: self._inside] + content + end)
@@ -192,7 +195,7 @@ class StyleReader:
 
 
 class NamedReader:
-    """The whole answer is the arguments of one tool: a grammar allows nothing else."""
+    """Reads an answer that is the arguments of one tool: a grammar allows nothing else."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
@@ -207,20 +210,12 @@ class NamedReader:
         return Found() if self._name is None else self.feed("")
 
 
-def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of the text may begin the marker."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
-
-
 _ANY = Style("<|python_tag|>", ("{",), None, _objects)
-"""A grammar lets the answer be nothing but a call."""
+"""Style of an answer that a grammar restricts to a call."""
 
 
 def new_reader(request: ChatRequest, template: str) -> ToolReader | None:
-    """What finds the calls in one answer; None if there can be none."""
+    """Return a reader that finds the calls in one answer; None if there can be none."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools or choice == "none":
         return None

@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,10 +18,13 @@ from overspill.serve.loop import ServingLoop
 from overspill.serve.options import DecodingOptions
 from overspill.serve.request import Request
 from overspill.serve.runners import PagedRunner
-from overspill.serve.scheduler import Scheduler, Work
+from overspill.serve.scheduler import BatchItem, Scheduler
 from tests.models.huggingface.oracle import offloaded
 from tests.serve.models import PROMPTS
 from tests.serve.requests import make_request
+
+if TYPE_CHECKING:
+    from overspill.serve.fused_runner import FusedRunner
 
 INTERPRETED = [
     pytest.mark.skipif(
@@ -40,6 +43,13 @@ GATED = GPTConfig(
 BLOCKS, SIZE = 20, 16
 
 
+def fused_runner(*args: Any) -> "FusedRunner":
+    """A runner whose import needs Triton."""
+    from overspill.serve.fused_runner import FusedRunner
+
+    return FusedRunner(*args)
+
+
 class Decoding:
     """Requests of an offloaded model, which get the likeliest tokens of the plain one."""
 
@@ -55,14 +65,14 @@ class Decoding:
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
         decoding = DecodingOptions(slots=slots, mode=mode, **options)
-        self.runner = PagedRunner(model, CPU, *limits, True, decoding)
+        self.runner = fused_runner(model, CPU, *limits, decoding)
         self._scheduler = Scheduler(BlockPool(BLOCKS, SIZE), 4, 64)
         self.requests = [make_request(prompt, 30) for prompt in prompts]
         for request in self.requests:
             self._scheduler.add(request)
         self.step()  # the prompts
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[BatchItem]:
         """One batch, whose logits are those of the plain model."""
         batch = self._scheduler.next_batch()
         with torch.inference_mode():
@@ -89,7 +99,7 @@ class Decoding:
                 expected = self.plain(torch.tensor([request.tokens])).logits[0, -1]
             torch.testing.assert_close(row, expected, rtol=1e-4, atol=2e-5)
 
-    def _append(self, batch: Sequence[Work], logits: Tensor) -> None:
+    def _append(self, batch: Sequence[BatchItem], logits: Tensor) -> None:
         for work, row in zip(batch, logits, strict=True):
             self._scheduler.computed(work)
             work.request.tokens.append(int(row.argmax()))

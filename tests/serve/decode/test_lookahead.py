@@ -19,7 +19,7 @@ from overspill.models import predictor as saved
 from overspill.models.predictor import new_observer, predictor_file, save_predictor
 from overspill.moe.predictor import Observer, Predictor
 from overspill.plan.popularity import LearningPace
-from overspill.serve.decode import host_experts, linked_experts
+from overspill.serve.decode import cpu_experts, linked_experts
 from overspill.serve.decode.modes import Ahead
 from overspill.serve.decode.step import DecodeStep
 from tests.models.huggingface.families import make_model
@@ -50,7 +50,7 @@ class Named:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead: list[tuple[int, Tensor]] = []
-        for kind in (host_experts.HostExperts, linked_experts.LinkedExperts):
+        for kind in (cpu_experts.CpuExperts, linked_experts.LinkedExperts):
             monkeypatch.setattr(kind, "begin", self._noting(kind.begin))
 
     def _noting(self, begin: Any) -> Any:

@@ -12,10 +12,9 @@ from overspill import SamplingParams, Settings
 from overspill.core.errors import EngineError
 from overspill.serve.request import Request
 from overspill.serve.rules import make_rules
-from overspill.serve.runners import PagedRunner
 from overspill.serve.text import TextStream
 from tests.models.huggingface.oracle import offloaded
-from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, serve
+from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, fused_runner, serve
 from tests.serve.models import PROMPTS, plain_model
 from tests.serve.requests import make_request
 
@@ -35,7 +34,7 @@ def test_greedy_tokens_are_those_of_transformers(
     plain, expected = plain_model("mixtral")
     with offloaded(plain, "host", tmp_path) as model:
         model.overspill.set_residents(residents)
-        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        runner = fused_runner(model, CPU, BLOCKS, SIZE, 64, 2)
         requests = [make_request(PROMPTS[0], 4), make_request(PROMPTS[1], 2)]
         serve(runner, requests).close()
     assert [request.new_tokens for request in requests] == [expected[0][:4], expected[1][:2]]
@@ -53,7 +52,7 @@ def test_rules_of_one_request_do_not_change_the_tokens_of_another(
     )
     beside = make_request(PROMPTS[0], 4)
     with offloaded(plain, "gpu", tmp_path) as model:
-        serve(PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True), [ruled, beside]).close()
+        serve(fused_runner(model, CPU, BLOCKS, SIZE, 64, 2), [ruled, beside]).close()
     assert ruled.new_tokens == [7, 7, 7]
     assert beside.new_tokens == expected[0][:4]
     assert 2 in steps
@@ -75,7 +74,7 @@ def test_a_batch_without_memory_to_begin_early_begins_later(
     monkeypatch.setattr(Decode, "run", fail)
     plain, expected = plain_model("mixtral")
     with offloaded(plain, "gpu", tmp_path) as model:
-        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        runner = fused_runner(model, CPU, BLOCKS, SIZE, 64, 2)
         made = make_request(PROMPTS[0], 4)
         serve(runner, [made]).close()
     assert refused
@@ -93,7 +92,7 @@ def test_a_failure_of_the_cpu_fails_its_requests(tmp_path: Path) -> None:
 
     plain, expected = plain_model("mixtral")
     with offloaded(plain, "host", tmp_path, Settings(inject=inject)) as model:
-        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused=True)
+        runner = fused_runner(model, CPU, BLOCKS, SIZE, 64, 2)
         made = make_request(PROMPTS[0], 2)
         serve(runner, [made])
         assert made.new_tokens == expected[0][:2]

@@ -17,7 +17,7 @@ from overspill.core.errors import ConfigError
 from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.plan.eviction import LFU, LRU, Policy
-from overspill.serve.decode import decode, host_experts, migration
+from overspill.serve.decode import cpu_experts, decode, migration
 from overspill.serve.decode.modes import check_decoding, new_mode
 from overspill.serve.decode.rates import ReadRates
 from overspill.serve.options import DecodingOptions
@@ -117,7 +117,7 @@ class Ahead:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied = 0
         self.announced = 0
-        migrate, announce = migration.migrate, host_experts.announce
+        migrate, announce = migration.migrate, cpu_experts.announce
 
         def copies(region: Region, *args: Any) -> None:
             migrate(region, *args)
@@ -128,7 +128,7 @@ class Ahead:
             self.announced += 1
 
         monkeypatch.setattr(migration, "migrate", copies)
-        monkeypatch.setattr(host_experts, "announce", announces)
+        monkeypatch.setattr(cpu_experts, "announce", announces)
 
 
 @pytest.fixture

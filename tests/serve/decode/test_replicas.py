@@ -13,8 +13,8 @@ import overspill
 from overspill import Settings
 from overspill.models.config import GPTConfig
 from overspill.serve.decode.cache import ExpertCache
+from overspill.serve.fused_runner import FusedRunner
 from overspill.serve.options import DecodingOptions
-from overspill.serve.runners import PagedRunner
 from overspill.transfer.uploader import REPLICAS
 from tests.fuzz.late import LateStream
 from tests.moe.oracle import delays
@@ -30,11 +30,11 @@ PROMPTS = [[5, 9, 33, 7, 12, 41], [47, 30, 31, 32, 33, 34, 35, 36]]
 
 
 @contextmanager
-def served(plain: Any, folder: Path, settings: Settings, **given: Any) -> Iterator[PagedRunner]:
+def served(plain: Any, folder: Path, settings: Settings, **given: Any) -> Iterator[FusedRunner]:
     """With a cache of a third of the experts."""
     options = {"mode": "host", "slots": 4, "device": "cpu", "quiet": True, "progress": False}
     model = overspill.offload(copy.deepcopy(plain), settings=settings, **{**options, **given})
-    runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, True, DecodingOptions(slots=12))
+    runner = FusedRunner(model, CPU, BLOCKS, SIZE, 64, 4, DecodingOptions(slots=12))
     try:
         yield runner
     finally:
@@ -43,7 +43,7 @@ def served(plain: Any, folder: Path, settings: Settings, **given: Any) -> Iterat
         model.overspill.close()
 
 
-def check_answers(runner: PagedRunner, plain: Any, new: int = 3) -> None:
+def check_answers(runner: FusedRunner, plain: Any, new: int = 3) -> None:
     """Answers the prompts, and again: the second time experts are in the cache."""
     for _ in range(2):
         for prompt in PROMPTS:

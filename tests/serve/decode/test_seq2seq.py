@@ -14,7 +14,7 @@ from torch import Tensor
 from overspill import Settings
 from overspill.moe.predictor import Predictor
 from overspill.serve.blocks import BlockPool
-from overspill.serve.decode.host_experts import HostExperts
+from overspill.serve.decode.cpu_experts import CpuExperts
 from overspill.serve.decode.modes import Ahead, PreGated
 from overspill.serve.options import DecodingOptions
 from overspill.serve.request import Request
@@ -23,7 +23,7 @@ from overspill.serve.scheduler import Scheduler
 from overspill.serve.seq2seq import start_token
 from overspill.simulate import routed_by
 from tests.models.huggingface.oracle import offloaded
-from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE
+from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, fused_runner
 from tests.serve.requests import make_request
 from tests.serve.seq2seq import DEEP, FAMILIES, SOURCES, plain_model, pregated
 from tests.slow import slow_rows
@@ -49,7 +49,11 @@ class Decoding:
         self.plain, self.model = plain, model
         limits = BLOCKS, SIZE, 64, 4
         decoding = DecodingOptions(slots=slots, mode=mode, predictor=predictor)
-        self.runner = PagedRunner(model, CPU, *limits, fused, decoding)
+        self.runner: PagedRunner
+        if fused:
+            self.runner = fused_runner(model, CPU, *limits, decoding)
+        else:
+            self.runner = PagedRunner(model, CPU, *limits)
         self.scheduler = Scheduler(BlockPool(BLOCKS, SIZE, share=False), 4, 64)
         self.requests = [self._request(model, source) for source in SOURCES[:n]]
         for request in self.requests:
@@ -119,9 +123,9 @@ def test_a_learned_predictor_names_experts_of_the_decoder(
     learned: list[range] = []
     compared: list[int] = []
     named: list[tuple[int, Tensor]] = []
-    begin, learn = HostExperts.begin, Predictor.learn
+    begin, learn = CpuExperts.begin, Predictor.learn
 
-    def noted(missing: HostExperts, ahead: Ahead, real_B: Tensor) -> None:
+    def noted(missing: CpuExperts, ahead: Ahead, real_B: Tensor) -> None:
         assert ahead.ids_BK is not None
         named.append((ahead.layer, ahead.ids_BK.clone()))
         begin(missing, ahead, real_B)
@@ -136,7 +140,7 @@ def test_a_learned_predictor_names_experts_of_the_decoder(
         named.clear()
         learn(own, first, x_LND, ids_LNK)
 
-    monkeypatch.setattr(HostExperts, "begin", noted)
+    monkeypatch.setattr(CpuExperts, "begin", noted)
     monkeypatch.setattr(Predictor, "learn", watched)
     plain = plain_model(name, **DEEP[name], **FEW_HEADS[name])
     with decoding(plain, tmp_path, "host", mode="lookahead", predictor="learned", n=1) as made:
@@ -177,14 +181,14 @@ def test_pregates_announce_what_the_decoder_uses(
         made.plain = plain if settings is None else made.model
         made.step()
         used: list[Tensor] = []
-        run = made.runner._decode.run  # type: ignore[union-attr]
+        run = made.runner._decode.run  # type: ignore[attr-defined]
 
         def note(*args: Any) -> Any:
             computed = run(*args)
             used.append(computed.ids_LBK.clone())
             return computed
 
-        made.runner._decode.run = note  # type: ignore[union-attr, method-assign]
+        made.runner._decode.run = note  # type: ignore[attr-defined]
         made.step()
     (ids_LBK,) = used
     first, blocks = made.model.overspill.n_layers - 3, 3

@@ -8,9 +8,17 @@ import torch
 
 import overspill
 from overspill.core.errors import OrderError, OverspillError
-from overspill.serve.runners import PagedRunner
 from tests.models.huggingface.oracle import offloaded
-from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, Decoding, decoding, small
+from tests.serve.decode.decoding import (
+    BLOCKS,
+    CPU,
+    INTERPRETED,
+    SIZE,
+    Decoding,
+    decoding,
+    fused_runner,
+    small,
+)
 from tests.serve.models import PROMPTS, plain_generate, plain_gpt, plain_model
 
 pytestmark = INTERPRETED
@@ -48,7 +56,7 @@ def test_a_second_runner_of_a_model_is_refused_and_changes_nothing(
         weight = made.model.model.layers[0].self_attn.q_proj.weight
         address = weight.data_ptr()
         with pytest.raises(OrderError, match="this model is being served"):
-            PagedRunner(made.model, CPU, BLOCKS, SIZE, 64, 4, fused=True)
+            fused_runner(made.model, CPU, BLOCKS, SIZE, 64, 4)
         assert weight.data_ptr() == address
         made.step()
     assert steps == [1]

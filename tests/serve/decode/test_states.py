@@ -9,10 +9,17 @@ from overspill.serve.blocks import BlockPool
 from overspill.serve.checkpoints import Checkpoints
 from overspill.serve.loop import ServingLoop
 from overspill.serve.options import DecodingOptions
-from overspill.serve.runners import PagedRunner
 from overspill.serve.scheduler import Scheduler
 from tests.models.huggingface.oracle import offloaded
-from tests.serve.decode.decoding import BLOCKS, CPU, INTERPRETED, SIZE, decoding, serve
+from tests.serve.decode.decoding import (
+    BLOCKS,
+    CPU,
+    INTERPRETED,
+    SIZE,
+    decoding,
+    fused_runner,
+    serve,
+)
 from tests.serve.models import PROMPTS, plain_generate
 from tests.serve.requests import make_request
 from tests.serve.test_checkpoints import check_greedy
@@ -57,8 +64,8 @@ def test_steps_and_prompts_in_turn(
         requests = [make_request(prompt, 6) for prompt in PROMPTS[1:]]
         serve(made.runner, requests)  # beside the first one, which keeps its slot
         assert [request.new_tokens for request in requests] == expected[1:]
-        states = made.runner._states
-        assert states is not None
+        assert made.runner._slots is not None
+        states = made.runner._slots.memory
         slots = torch.tensor([0, 1])
         saved = states.save(slots)
         for each in states._every():
@@ -77,8 +84,8 @@ def test_a_checkpoint_of_an_answer_has_seen_its_tokens_and_no_others(
     plain, _ = plain_model(name)
     checkpoints = Checkpoints(1 << 30, answer_blocks=1)
     with offloaded(plain, "host", tmp_path) as model:
-        runner = PagedRunner(
-            model, CPU, BLOCKS, SIZE, 64, 4, True, DecodingOptions(slots=2), checkpoints
+        runner = fused_runner(
+            model, CPU, BLOCKS, SIZE, 64, 4, DecodingOptions(slots=2), checkpoints
         )
         pool = BlockPool(BLOCKS, SIZE, checkpoints=checkpoints)
         loop = ServingLoop(runner, Scheduler(pool, 4, 64, singly=True), ends=[])
@@ -106,7 +113,7 @@ def test_prompts_of_one_token_begin_without_a_state(
     plain, _ = plain_model(name)
     rounds = [[[4]], [[4], [7], [9]], [[4], PROMPTS[0]], [[7]]]
     with offloaded(plain, "gpu", tmp_path) as model:
-        runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 4, True)
+        runner = fused_runner(model, CPU, BLOCKS, SIZE, 64, 4)
         try:
             for prompts in rounds:
                 requests = [make_request(prompt, 3) for prompt in prompts]

@@ -23,6 +23,7 @@ from tests.serve.decode.decoding import (
     SIZE,
     Decoding,
     decoding,
+    fused_runner,
     serve,
     small,
 )
@@ -108,7 +109,12 @@ def test_routing_that_is_replaced_is_followed(tmp_path: Path, steps: list[int]) 
     with offloaded(plain_gpt(), "host", tmp_path) as model, routed_by(model, InTurn()):
         model.overspill.set_residents([2, 0, 5])
         for fused in (True, False):
-            runner = PagedRunner(model, CPU, BLOCKS, SIZE, 64, 2, fused, DecodingOptions(slots=3))
+            limits = CPU, BLOCKS, SIZE, 64, 2
+            runner: PagedRunner
+            if fused:
+                runner = fused_runner(model, *limits, DecodingOptions(slots=3))
+            else:
+                runner = PagedRunner(model, *limits)
             requests = [make_request(prompt, 3) for prompt in prompts]
             serve(runner, requests).close()
             found.append([request.new_tokens for request in requests])

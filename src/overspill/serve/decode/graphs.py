@@ -19,30 +19,30 @@ from overspill.transfer.driver import own_stream
 
 Numbers = NDArray[np.int64]
 _NUMBERS = 8
-"""Of a sequence beside its blocks: token, position, 1 if it is real, the position of the last token
-of its source, the slot of its state, and those of its draw."""
+"""Numbers of a sequence beside its blocks: token, position, 1 if it is real, the position of the
+last token of its source, the slot of its state, and the three numbers of its draw."""
 _WARM = 2
 """Steps before a capture: they compile kernels and choose algorithms."""
 
 
 class CaptureError(Exception):
-    """A step did something that a CUDA graph cannot contain."""
+    """A step has operations that a CUDA graph cannot contain."""
 
 
 class _Inputs(NamedTuple):
     """Numbers and blocks of batches of one size."""
 
     host: list[tuple[Numbers, Numbers]]
-    """In pinned memory, two times; a row for each number, and for the blocks of each sequence."""
+    """Two copies in pinned memory: a row for each number, and a row of blocks for each sequence."""
     memory: Tensor
-    """On the device, the tokens first."""
+    """Numbers and blocks on the device, the tokens first."""
     rest: Tensor
-    """The same without the tokens."""
+    """The part of `memory` after the tokens."""
 
 
 class DecodeGraphs:
-    """Replays a step for batches of any size up to `max_batch`. A batch is filled up to the next
-    power of two with rows whose keys go to the block `spare`."""
+    """CUDA graphs of a step for batches of any size up to `max_batch`. A batch is filled up to the
+    next power of two with rows whose keys go to the block `spare`."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class DecodeGraphs:
         first_layer: int = 0,
         states: RecurrentStates | None = None,
     ) -> None:
-        """`sources` choose the experts of each layer from `first_layer` on, if that are not the
+        """`sources` choose the experts of each layer from `first_layer` on, if they replace the
         routers. The source of a sequence, in encoder-decoders, has up to `source_blocks` blocks.
-        `states` are what steps change beside keys and values."""
+        `states` are states that steps change beside keys and values."""
         self._step = step
         self._states = states
         self._sources = sources
@@ -78,19 +78,19 @@ class DecodeGraphs:
             if sources:
                 ids = len(sources), self._size, sources[0].top_k
                 self._ids = torch.zeros(ids, dtype=torch.int32, device=device)
-        self._turn = 0  # which of them was written last
+        self._turn = 0  # the index of the one that was written last
         on_gpu = device.type == "cuda"
         self._copied = [torch.cuda.Event() for _ in self._staging] if on_gpu else []
         self._inputs: dict[int, _Inputs] = {}  # by the size of a batch, as the next
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
-        self._rows: dict[tuple[int, int], Computed] = {}  # what graphs compute of their first rows
+        self._rows: dict[tuple[int, int], Computed] = {}  # results of the first rows of graphs
         self._pool: Any = None  # memory that all graphs share: one runs at a time
 
     def run(
         self, tokens: Sequence[int] | Tensor, spans: Sequence[Span], draws: Sequence[Draw]
     ) -> Computed:
-        """The logits after the next token of each sequence, and the tokens that are drawn with
-        them; valid until the next call, which may get them as its tokens."""
+        """Compute the logits after the next token of each sequence, and draw tokens with them. The
+        results are valid until the next call, which may get the drawn tokens as its tokens."""
         count = len(spans)
         size = 1 << (count - 1).bit_length()
         self._turn = turn = 1 - self._turn
@@ -144,7 +144,7 @@ class DecodeGraphs:
             ids_LBK[number] = source(self._first_layer + number, count, self._device)
 
     def _parts(self, memory: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Of a batch of `size` rows: its numbers, and the blocks of each row."""
+        """Return views of the numbers of a batch of `size` rows, and of the blocks of each row."""
         width = len(memory) // self._size
         numbers, blocks = memory[: width * size].split((_NUMBERS * size, (width - _NUMBERS) * size))
         return numbers.view(_NUMBERS, size), blocks.view(size, -1)
@@ -170,7 +170,7 @@ class DecodeGraphs:
             )
             sources = Sources(last, of_sources)
         ids = None if self._ids is None else self._ids[:, :size]
-        computed = self._step(Batch(tokens, positions, real, blocks, ids, sources, slots))
+        computed = self._step(Batch(tokens, positions, real, blocks, slots, ids, sources))
         if not computed.logits_BV.is_cuda:  # Triton's interpreter would take longer than the step
             return computed
         seeds, counts, temperatures = draws
@@ -206,7 +206,7 @@ class DecodeGraphs:
 
 
 def _first_rows(computed: Computed, count: int) -> Computed:
-    """Without the rows that fill a batch up."""
+    """Return results without the rows that fill a batch up."""
     logits, ids, chosen, inputs = computed
     if chosen is not None:
         chosen = chosen[0][:count], chosen[1][:count]

@@ -1,29 +1,25 @@
-"""Experts in host memory during a decoding step: the device reads them, or copies them ahead."""
+"""Missing experts of a decoding step that the GPU reads over the link, or copies ahead."""
 
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from overspill.compute.decode.host import HostRows, Request
-from overspill.compute.decode.routing import Link
+from overspill.compute.decode.routing import Link, Routed, look_up
 from overspill.compute.misses import MissBuffers
 from overspill.moe.engine import Engine
 from overspill.serve.decode.migration import Migration
 from overspill.serve.decode.modes import Ahead
 from overspill.serve.decode.table import ExpertTable
-from overspill.trace.spans import Span
 
 _ALL = 16
+"""Sixteenths of the missing experts that the GPU reads."""
 
 
 class LinkedExperts:
-    """As `HostExperts`, without the CPU."""
+    """Experts in pinned host memory that the GPU reads; those of later layers are copied ahead."""
 
     buffers: MissBuffers | None = None
-    fits = True
-    free_slots = None
-    n_misses = 0
 
     def __init__(
         self, engine: Engine, table: ExpertTable, layers_ahead: int, sizes: Collection[int]
@@ -32,55 +28,41 @@ class LinkedExperts:
         for each."""
         assert not engine.memory.uses_disk
         self.most_bytes = (layers_ahead + 1) * sum(sizes) * engine.layout.weight_bytes
+        """GPU memory that steps may need for copies."""
         self._engine = engine
         self._table = table
         self._migration = Migration(engine, table, layers_ahead)
 
     def update(self) -> None:
-        """Follows experts that have moved."""
+        """Follow experts that have moved."""
         self._table.set_pinned(self._engine.addresses.host_addresses())
 
-    def link(self, layer: int, n_rows: int) -> Link | None:
-        """What was not copied before is read where it is."""
-        return Link(self._table.pinned[layer], _ALL)
-
     def follows(self, n_rows: int) -> bool:
-        """Copies are made for any number."""
+        """Return True: experts are copied ahead for any number of token rows."""
         return True
 
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
-        """Copies experts of a later layer."""
+        """Begin to copy experts of a later layer."""
         self._migration.begin(ahead.layer, ahead.ids_BK, real_B)
 
-    def staged(self, layer: int) -> Tensor | None:
-        """Where those of this layer are."""
-        return self._migration.end(layer)
+    def needs_look_up(self, n_rows: int) -> bool:
+        """Return True: the kernel that chooses experts finds only those in GPU memory."""
+        return True
+
+    def look_up(
+        self, layer: int, ids_BK: Tensor, weights_BK: Tensor, real_B: Tensor, x_BD: Tensor
+    ) -> Routed:
+        """Find the chosen experts in GPU memory, among the copies, or in host memory."""
+        link, staged_E = Link(self._table.pinned[layer], _ALL), self._migration.end(layer)
+        offsets_E = self._table.offsets[layer]
+        return look_up(ids_BK, weights_BK, offsets_E, real_B, x_BD, None, link, staged_E)
 
     def abort(self) -> None:
-        """A step has failed."""
+        """Forget copies of a step that has failed before all of it was on the stream."""
         self._migration.abort()
 
-    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
-        return None
-
-    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
-        return None
-
-    def resume(self) -> None: ...
-
-    def launched(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def wait_released(self) -> None: ...
-
-    def take_spans(self) -> list[Span]:
-        return []
-
     def close(self) -> None:
-        """When no step is on the device."""
+        """Free the slots, when no step is on the device."""
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)
         self._migration.close()

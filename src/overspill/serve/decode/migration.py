@@ -1,4 +1,4 @@
-"""Experts of a later layer on their way to the device, while a decoding step goes on."""
+"""Copies of experts of a later layer to the device, while a decoding step computes."""
 
 import torch
 from torch import Tensor
@@ -10,27 +10,27 @@ from overspill.transfer.driver import own_stream
 
 
 class Migration:
-    """GPU slots for the experts of the layers between, and the stream that copies. Part of a CUDA
-    graph: the device finds out by itself what it copies."""
+    """GPU slots for experts of later layers, and the stream that copies them. Copies are part of a
+    CUDA graph: the device finds the experts to copy without the host."""
 
     def __init__(self, engine: Engine, table: ExpertTable, layers: int) -> None:
-        """Experts of up to `layers` layers are on their way at a time, besides those of the layer
-        that computes."""
+        """There are slots for the layer that computes, and for `layers` later layers."""
         self._engine = engine
         self._table = table
         self._depth = layers + 1
         self._regions: dict[tuple[int, int], Region] = {}  # by their size and number
         on_gpu = engine.device.type == "cuda"
         self._stream = own_stream(engine.device, "migration") if on_gpu else None
-        # of this step: where the experts of a layer are, once the event has passed; until then the
-        # memory of their ids is not used for anything else
+        # of this step, by layer: the table of copied experts, the event after which it is valid,
+        # and the ids, whose memory is not used for anything else until then
         self._begun: dict[int, tuple[Tensor, torch.cuda.Event | None, Tensor]] = {}
         every = torch.arange(engine.n_experts, dtype=torch.int32, device=engine.device)
         self._all = every[:, None]
         self._real = torch.ones(engine.n_experts, dtype=torch.int64, device=engine.device)
 
     def begin(self, layer: int, ids_BK: Tensor | None, real_B: Tensor) -> None:
-        """Copies experts of a layer that are not on the device, or all of them."""
+        """Begin to copy the experts of a layer with these ids (None: all) that are not on the
+        device."""
         if ids_BK is None:
             ids_BK, real_B = self._all, self._real
         region = self._region(layer, min(self._engine.n_experts, ids_BK.numel()))
@@ -57,8 +57,8 @@ class Migration:
         return self._regions[key]
 
     def end(self, layer: int) -> Tensor | None:
-        """Where experts are that were copied for a layer, for the kernels that follow; None if
-        nothing was."""
+        """Return the table of the experts that were copied for a layer, for the kernels that follow
+        on the current stream; None if `begin` was not called."""
         found = self._begun.pop(layer, None)
         if found is None:
             return None
@@ -68,11 +68,11 @@ class Migration:
         return table
 
     def abort(self) -> None:
-        """A step has failed: its copies are not used. A graph that is captured cannot end before
-        they are waited for."""
+        """Wait for the copies of a step that has failed: the capture of a graph cannot end
+        before."""
         for layer in list(self._begun):
             self.end(layer)
 
     def close(self) -> None:
-        """When no step is on the device, and none follows."""
+        """Free the slots, when no step is on the device and none follows."""
         self._regions.clear()

@@ -1,11 +1,12 @@
-"""What decoding steps do about experts that are not on the device: one small class for a mode.
+"""Modes of decoding with experts that are not on the device: one small class for each mode.
 
-A mode says which experts of a later layer are named ahead, as in the comparison of the paper on
-pre-gated MoE. `on_cpu` says what is done with them: the CPU loads them into its caches and computes
-what is missing, or the device copies them, and reads others when it needs them. The setting
-`migrate` decides that; by default the mode does.
+A mode names experts of a later layer ahead, as in the comparison of the paper on pre-gated MoE.
+With `on_cpu`, the CPU loads them into its caches and computes missing experts; otherwise the device
+copies them, and reads other experts when it needs them. The setting `migrate` decides that; by
+default the mode does.
 """
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,80 +17,65 @@ from overspill.serve.options import DecodingOptions
 
 
 class Ahead(NamedTuple):
-    """Experts of a later layer that will be needed."""
+    """Experts of a later layer that are expected to be needed."""
 
     layer: int
-    ids_BK: Tensor | None  # all, if None
+    ids_BK: Tensor | None
+    """Ids of the experts; None for all experts of the layer."""
 
 
 class Routings(Protocol):
-    """What is known of the routing of a step when a layer has chosen its experts."""
+    """Known and predicted routing of later layers, once a layer of a step has its experts."""
 
     n_layers: int
-    level: int  # of the pre-gates; 0: there are none
+    level: int
+    """Level of the pre-gates: by how many layers they are computed earlier; 0 without pre-gates."""
 
     def known(self, layer: int) -> Tensor | None:
-        """The ids of experts that a pre-gate has chosen already, [B, K]."""
+        """Return the ids of experts that a pre-gate has chosen already, [B, K]."""
 
     def guess(self, layer: int) -> Tensor | None:
-        """Those that the gate of another layer chooses for the input of the current one, or that
-        the popularity predictor names; None: the step has no use for them."""
+        """Return the ids of experts that the gate of a later layer chooses for the input of the
+        current layer, or that the popularity predictor names; None if the step has no use for
+        them."""
 
 
-class Mode(Protocol):
-    on_cpu: bool
-    """The CPU computes what is missing; else the device reads it from host memory."""
-    copies_all: bool
-    """All experts of a layer are copied at once."""
-
-    def ahead(self, layer: int, routings: Routings) -> Ahead | None:
-        """What is copied to the device, or read from disk, while `layer` computes."""
-
-
-class Auto:
-    """Only what pre-gates have chosen is known well enough to act on it ahead."""
+class Mode(ABC):
+    """Choice of the experts that are loaded ahead, and of the processor for missing experts."""
 
     copies_all = False
+    """Whether all experts of a layer are copied at once."""
 
     def __init__(self, on_cpu: bool) -> None:
+        """With `on_cpu` the CPU computes missing experts; otherwise the device reads them in host
+        memory."""
         self.on_cpu = on_cpu
 
+    @abstractmethod
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
-        return PreGated(self.on_cpu).ahead(layer, routings) if routings.level else None
+        """Return the experts that are copied to the device, loaded or read from disk while `layer`
+        computes."""
 
 
-class OnDemand:
-    """Nothing is named before the gate has chosen it."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+class OnDemand(Mode):
+    """Names no experts: they are computed or read when the gate has chosen them."""
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         return None
 
 
-class PrefetchAll:
-    """All experts of the next layer."""
+class PrefetchAll(Mode):
+    """Names all experts of the next layer."""
 
     copies_all = True
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         return Ahead(layer + 1, None) if layer + 1 < routings.n_layers else None
 
 
-class Lookahead:
-    """Those experts of the next layer that its gate would choose for the input of this one, or that
-    the popularity predictor names. What they did not name is computed or read on demand."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+class Lookahead(Mode):
+    """Names the experts that the gate of the next layer would choose for the input of this one, or
+    that the popularity predictor names. Other experts are computed or read on demand."""
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         later = layer + 1
@@ -101,13 +87,8 @@ class Lookahead:
         return None if ids is None else Ahead(later, ids)
 
 
-class PreGated:
-    """Those that the pre-gates of this layer have chosen for a later one."""
-
-    copies_all = False
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.on_cpu = on_cpu
+class PreGated(Mode):
+    """Names the experts that the pre-gates of this layer have chosen for a later one."""
 
     def ahead(self, layer: int, routings: Routings) -> Ahead | None:
         later = layer + routings.level
@@ -117,7 +98,15 @@ class PreGated:
         return None if ids is None else Ahead(later, ids)
 
 
-_MODES: dict[str, type[Auto | OnDemand | PrefetchAll | Lookahead | PreGated]] = {
+class Auto(PreGated):
+    """Names the experts that pre-gates have chosen, if the model has pre-gates: others are not
+    known well enough."""
+
+    def ahead(self, layer: int, routings: Routings) -> Ahead | None:
+        return super().ahead(layer, routings) if routings.level else None
+
+
+_MODES: dict[str, type[Mode]] = {
     "auto": Auto,
     "gpu-only": Auto,  # nothing is missing
     "on-demand": OnDemand,
@@ -131,7 +120,7 @@ predictor that learns; in the others the device reads, as in the paper."""
 
 
 def check_decoding(decoding: DecodingOptions, device: torch.device) -> None:
-    """Refuses what contradicts the mode or the device."""
+    """Raise if settings contradict the mode or the device."""
     mode, migrate, predictor = decoding.mode, decoding.migrate, decoding.predictor
     if predictor is not None and mode != "lookahead":
         raise ConfigError(
@@ -151,8 +140,8 @@ def check_decoding(decoding: DecodingOptions, device: torch.device) -> None:
 
 
 def new_mode(decoding: DecodingOptions, level: int, cpu_is_faster: bool = True) -> Mode:
-    """The mode for a model with pre-gates of this level, on a machine whose CPU reads host memory
-    faster than the device does, or not."""
+    """Return the mode for a model with pre-gates of this level. `cpu_is_faster` says whether the
+    CPU reads host memory faster than the device does."""
     if decoding.mode == "pre-gated" and not level:
         raise ConfigError(
             "mode='pre-gated' needs a model with pre-gates; train them with overspill pregate, or "

@@ -1,5 +1,5 @@
-"""A decoding step of any model of transformers whose attention can be replaced: its own modules,
-with the experts and the attention of the fused steps."""
+"""A decoding step through the modules of a model of transformers, for models whose attention can be
+replaced. Experts and attention are computed as in fused steps."""
 
 from typing import Any
 
@@ -8,9 +8,7 @@ from torch import Tensor
 
 from overspill.compute.activation import Fused
 from overspill.compute.decode.attention import attend
-from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import add_host_rows
-from overspill.compute.decode.routing import look_up
 from overspill.models.attention_cache import (
     AttentionOptions,
     Indexer,
@@ -27,16 +25,14 @@ from overspill.models.pregate import pregate_level
 from overspill.moe.decoding import decoding
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.predictor import Predictor
-from overspill.serve.decode.missing import MissingExperts
-from overspill.serve.decode.modes import Mode
 from overspill.serve.decode.step import Batch, Computed
-from overspill.serve.decode.table import ExpertTable
+from overspill.serve.decode.step_experts import StepExperts
 from overspill.serve.paged import PagedCache, score_parts
 
 
 def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
-    """Whether the kernels compute these experts, which have no adapters beside their weights, and
-    the host has no part in a step: a graph does not call hooks."""
+    """Return whether the kernels compute these experts, which have no adapters beside their
+    weights, and the host has no part in a step: a graph does not call hooks."""
     hooks = any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
     if isinstance(model, GPTMoE):  # its forward has other arguments
         return False
@@ -51,10 +47,8 @@ class ModuleStep:
     def __init__(
         self,
         model: Any,
-        table: ExpertTable,
+        experts: StepExperts,
         cache: PagedCache,
-        missing: MissingExperts | None,
-        mode: Mode,
         seq2seq: EncoderDecoder | None = None,
         states: RecurrentStates | None = None,
         predictor: Predictor | None = None,
@@ -63,19 +57,16 @@ class ModuleStep:
         self._model = model
         self._predictor = predictor
         self._inputs: list[Tensor] = []  # of the experts, layer by layer
-        self._asks = False  # whether it is of use to know experts of a later layer
         self._seq2seq = seq2seq
         self._states = states
-        self._table = table
+        self._experts = experts
         self._cache = cache
-        self._missing = missing
-        self._mode = mode
         self.level = pregate_level(model)
-        self.n_layers = len(table.offsets)
+        self.n_layers = len(experts.table.offsets)
         self._first = 0 if seq2seq is None else seq2seq.encoder_layers
         self._announced: dict[int, Tensor] = {}  # experts of later layers
         self._biases: dict[RelativeBias, Tensor] = {}  # by distance
-        self._batch: Batch | None = None
+        self._batch: Batch  # of the current step
         self._ids: Tensor | None = None
 
     def __call__(self, batch: Batch) -> Computed:
@@ -84,7 +75,6 @@ class ModuleStep:
         self._biases.clear()
         self._inputs = []
         if self._states is not None:
-            assert batch.states is not None
             self._states.begin_step(batch.states)
         with attention_cache(self), decoding(self):
             logits = self._logits(batch)
@@ -102,14 +92,12 @@ class ModuleStep:
 
     @property
     def positions(self) -> Tensor:
-        assert self._batch is not None
         return self._batch.positions
 
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
         batch, size = self._batch, self._cache.block_size
-        assert batch is not None
         keys, values = memory = self._cache.memory(layer, k_Tkd, v_Tkd)
         if options.keys is Keys.SOURCE:
             assert batch.sources is not None
@@ -128,19 +116,16 @@ class ModuleStep:
         return y.view(*q_Thd.shape[:2], -1)
 
     def _slots(self, batch: Batch) -> Tensor:
-        """The slot of each token."""
-        size, rows = (
-            self._cache.block_size,
-            torch.arange(len(batch.tokens), device=batch.tokens.device),
-        )
+        """Return the slot of each token in the cache of keys and values."""
+        size = self._cache.block_size
+        rows = torch.arange(len(batch.tokens), device=batch.tokens.device)
         blocks = batch.blocks[rows, batch.positions // size]
         return blocks * size + batch.positions % size
 
     def choose(self, indexer: Indexer) -> tuple[Tensor, Tensor, int] | None:
-        """For each sequence the place of the last one of its slots that it sees, and these slots,
-        as blocks of one; None if they see all."""
+        """Return for each sequence the index of the last of its slots that it sees, its slots, and
+        1, as for blocks of one slot; None if sequences see all slots."""
         batch, size = self._batch, self._cache.block_size
-        assert batch is not None
         own_B = self._slots(batch)
         every_BL = batch.blocks[..., None] * size + torch.arange(size, device=own_B.device)
         every_BL = every_BL.flatten(1)
@@ -165,7 +150,7 @@ class ModuleStep:
         return batch.positions.clamp(max=indexer.most - 1), chosen_BK, 1
 
     def _bias(self, bias: RelativeBias | TokenBias | None) -> Tensor | None:
-        """All layers have the same one, or each token has its own."""
+        """Return the bias by distance: one that all layers share, or that of each token."""
         if bias is None:
             return None
         if isinstance(bias, TokenBias):
@@ -181,37 +166,21 @@ class ModuleStep:
         expert_ids_TK: Tensor,
         weights_TK: Tensor,
     ) -> Tensor:
-        batch, missing, layer = self._batch, self._missing, placeholder.layer
-        assert batch is not None
-        engine = placeholder.engine
+        batch, layer = self._batch, placeholder.layer
         if self._ids is None:
-            shape = engine.n_layers - self._first, *expert_ids_TK.shape
+            shape = placeholder.engine.n_layers - self._first, *expert_ids_TK.shape
             self._ids = torch.empty(shape, dtype=torch.int32, device=x_TD.device)
         ids = self._ids[layer - self._first]
         if batch.ids is None:
             ids.copy_(_every_id(expert_ids_TK, placeholder))
-        buffers = None if missing is None else missing.buffers
         weights = weights_TK.float().contiguous()
         x_TD = x_TD.contiguous()
         if self._predictor is not None:
             self._inputs.append(x_TD)
-        link = staged = None
-        if missing is not None:
-            self._asks = missing.follows(len(x_TD))
-            ahead = self._mode.ahead(layer, self)
-            if ahead is not None:
-                missing.begin(ahead, batch.real)
-            link, staged = missing.link(layer, len(x_TD)), missing.staged(layer)
-        table = self._table.offsets[layer]
-        routed = look_up(ids, weights, table, batch.real, x_TD, buffers, link, staged)
-        request = None if missing is None else missing.request(layer, routed.missed_B)
+        self._experts.begin_ahead(layer, self, batch.real)
+        routed = self._experts.look_up(layer, ids, weights, batch.real, x_TD)
         assert isinstance(placeholder.activation, Fused)
-        form, sizes = placeholder.activation.form, engine.shape
-        y = experts(
-            x_TD, weights, routed.offsets, self._table.base, sizes.d_hidden, form, sizes.bias,
-            sizes.transposed, request, self._table.packed(layer, form), self._table.low_rank,
-        )  # fmt: skip
-        rows = None if missing is None else missing.rows(layer, routed.missed_B)
+        y, rows = self._experts.compute(placeholder, placeholder.activation.form, x_TD, routed)
         if rows is not None:
             add_host_rows(y, rows)
         return y.to(x_TD.dtype)
@@ -221,15 +190,15 @@ class ModuleStep:
         self._announced[placeholder.layer] = ids_TK.to(torch.int32)
 
     def known(self, layer: int) -> Tensor | None:
-        assert self._batch is not None
+        """Return the ids of experts that a pre-gate has chosen already."""
         if self._batch.ids is not None:  # the pre-gates do not choose
             return self._batch.ids[layer - self._first]
         return self._announced.get(layer)
 
     def guess(self, layer: int) -> Tensor | None:
-        if not self._asks:
+        """Return the ids that the predictor names for the input of the layer before."""
+        if not self._experts.follows(len(self._batch.tokens)):
             return None
-        assert self._batch is not None
         if self._batch.ids is not None:  # the routers do not choose
             return self._batch.ids[layer - self._first]
         assert self._ids is not None
@@ -239,8 +208,8 @@ class ModuleStep:
 
 
 def _every_id(ids_TK: Tensor, placeholder: ExpertPlaceholder) -> Tensor:
-    """The ids with an expert in the place of none, whose weight is zero: another one than those of
-    the token."""
+    """Return ids in which an expert stands in the place of none; its weight is zero, and it is not
+    another expert of the token."""
     if not placeholder.drops:
         return ids_TK
     count = placeholder.engine.n_experts

@@ -1,4 +1,4 @@
-"""Who reads experts in host memory faster: the CPU, which computes them there, or the device."""
+"""The rates at which the CPU and the device read experts in host memory."""
 
 from typing import NamedTuple
 
@@ -8,24 +8,24 @@ from overspill.hardware.profile import read_profile, this_machine
 
 
 class ReadRates(NamedTuple):
-    """Bytes a second."""
+    """Rates of reads of host memory, in bytes per second."""
 
     cpu: float
     link: float
 
     @property
     def link_share(self) -> int:
-        """Sixteenths that the device reads over the link while the CPU reads the rest, so that both
-        end at the same time."""
+        """Sixteenths of the bytes that the device reads over the link while the CPU reads the
+        others, so that both end at the same time."""
         return round(16 * self.link / (self.cpu + self.link))
 
 
 _TYPICAL = ReadRates(cpu=120e9, link=55e9)
-"""Of a server with PCIe 5 and 16 cores."""
+"""Rates of a server with PCIe 5 and 16 cores."""
 
 
 def read_rates(device: torch.device) -> ReadRates:
-    """As `overspill probe` has measured them on this machine; typical ones if it has not."""
+    """Return the rates that `overspill probe` has measured on this machine, or typical ones."""
     if device.type != "cuda":
         return _TYPICAL
     limits = read_profile(machine=this_machine()).limits

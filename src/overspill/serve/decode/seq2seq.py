@@ -1,5 +1,5 @@
-"""The decoders of encoder-decoders (Switch Transformers and NLLB-MoE) in the structure that fused
-steps compute."""
+"""The structure of decoders of encoder-decoders (Switch Transformers and NLLB-MoE) for fused
+steps."""
 
 from collections.abc import Collection
 from typing import Any
@@ -33,12 +33,12 @@ _FILES = frozenset({
     "overspill.models.huggingface.dictionaries",
 })  # fmt: skip
 _DTYPES = torch.float32, torch.bfloat16
-"""Of others, modules clamp hidden states."""
+"""Data types that are supported: with float16, modules clamp hidden states."""
 
 
 def read_seq2seq_decoder(model: Any) -> Decoder | None:
-    """The structure of the decoder of an encoder-decoder whose modules have their `ROLES`; None if
-    it differs. The weights of queries, keys and values become parts of one tensor."""
+    """Return the structure of the decoder of an encoder-decoder whose modules have their `ROLES`;
+    None if it differs. The weights of queries, keys and values become parts of one tensor."""
     switch = model.config.model_type == "switch_transformers"
     name = "switch_transformers" if switch else "nllb_moe"
     files = _FILES | {f"transformers.models.{name}.modeling_{name}"}
@@ -52,14 +52,14 @@ def read_seq2seq_decoder(model: Any) -> Decoder | None:
 
 
 def _feeds(decoder: Any) -> list[Any]:
-    """The modules with the feed-forward of each layer."""
+    """Return the modules with the feed-forward of each layer."""
     if hasattr(decoder, "block"):
         return [block.layer[-1] for block in decoder.block]
     return list(decoder.layers)
 
 
 def _has_usual_types(model: Any, decoder: Any) -> bool:
-    """Whether one data type has all but the routers, which have float32."""
+    """Return whether all parameters have one data type, except routers, which have float32."""
     dtype = model.get_input_embeddings().weight.dtype
     routers = {id(each) for each in _router_parameters(decoder)}
     others = {
@@ -144,7 +144,7 @@ def _read_nllb_attention(attention: Any, alone: bool) -> Attention:
 def _read_attention(
     own: tuple[Any, Any, Any, Any], sizes: tuple[int, int, int], scale: float, alone: bool
 ) -> Attention:
-    """`alone`: the queries."""
+    """Return attention; with `alone` it has queries only, for keys and values of a source."""
     q, k, v, out = own
     weight, bias = (q.weight.data, data_of(q.bias)) if alone else join([q, k, v])
     return Attention(weight, bias, out.weight.data, data_of(out.bias), *sizes, scale)

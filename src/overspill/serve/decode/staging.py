@@ -7,8 +7,8 @@ from overspill.transfer.mapped import can_map, on_device
 
 
 class Staging:
-    """Whole numbers in pinned memory. A kernel copies them to the device where that is possible:
-    the copy engine would let them wait for the experts that it uploads."""
+    """Whole numbers in pinned memory, on their way to the device. A kernel copies them where that
+    is possible: the copy engine would let them wait for the experts that it uploads."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -20,8 +20,8 @@ class Staging:
         self._parts: dict[tuple[int, int], Tensor] = {}  # as the device sees them
 
     def copy_to(self, memory: Tensor, first: int = 0) -> None:
-        """The numbers from `first` on, as many as there is memory for, on the current stream; they
-        must not change before it has done it."""
+        """Copy the numbers from `first` on to `memory` on the current stream, as many as it has
+        room for. They must not change before the copy has ended."""
         place = first, len(memory)
         source = self._parts.get(place)
         if source is None:

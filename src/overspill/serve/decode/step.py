@@ -11,16 +11,14 @@ from torch import Tensor
 from overspill.compute.activation import Form, Function, activate_torch
 from overspill.compute.decode.attention import attend, rotate_and_store
 from overspill.compute.decode.delta import convolve, delta_rule
-from overspill.compute.decode.experts import experts
 from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import RowNorm, gate_rows, linear, reads_rows_whole
 from overspill.compute.decode.norm import add_norm
-from overspill.compute.decode.routing import Routed, look_up, route
+from overspill.compute.decode.routing import Routed, route
 from overspill.compute.misses import MissBuffers
 from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.moe.predictor import Predictor
-from overspill.serve.decode.missing import MissingExperts
-from overspill.serve.decode.modes import Auto, Mode
+from overspill.serve.decode.step_experts import StepExperts
 from overspill.serve.decode.structure import (
     Attention,
     Decoder,
@@ -30,7 +28,6 @@ from overspill.serve.decode.structure import (
     LinearAttention,
     Norm,
 )
-from overspill.serve.decode.table import ExpertTable
 from overspill.serve.sampling import Chosen
 
 KeysValues = tuple[Tensor, Tensor]
@@ -50,28 +47,29 @@ class Batch(NamedTuple):
     positions: Tensor  # [B]
     real: Tensor  # [B], 0 for a row that only fills the batch up
     blocks: Tensor  # [B, n], of keys and values
+    states: Tensor  # [B], slots of states, in models that have states
     ids: Tensor | None = None  # [L, B, K]: experts that are used instead of the routers'
     sources: Sources | None = None
-    states: Tensor | None = None  # [B], slots of what sequences have beside keys and values
 
 
-class Fed(NamedTuple):
-    """What a feed-forward adds to the residual."""
+class Addends(NamedTuple):
+    """Results of a sublayer that are not added to the residual yet."""
 
     parts: list[Tensor]
     host: HostRows | None = None
+    """Rows that the CPU computes."""
 
 
 class Computed(NamedTuple):
-    """What a step gives."""
+    """Results of a step."""
 
     logits_BV: Tensor
     ids_LBK: Tensor
-    """The experts of each token."""
+    """Ids of the experts of each token."""
     chosen: Chosen | None = None
-    """The tokens that were drawn."""
+    """The tokens that the device has drawn."""
     inputs_LBD: Sequence[Tensor] = ()
-    """The inputs of the gates, if they are learned from."""
+    """The inputs of the gates, if a predictor learns from them."""
 
 
 class DecodeStep:
@@ -80,51 +78,46 @@ class DecodeStep:
     def __init__(
         self,
         decoder: Decoder,
-        table: ExpertTable,
+        experts: StepExperts,
         cache: Mapping[int, KeysValues],
         block_size: int,
-        missing: MissingExperts | None = None,
-        mode: Mode | None = None,
         predictor: Predictor | None = None,
         states: RecurrentStates | None = None,
     ) -> None:
-        """`cache` has the keys and values of each layer, `states` those of layers with linear
-        attention; `missing` gives experts that are not on
-        the device, as `mode` wants it. Where a mode wants to know experts of later layers,
-        `predictor` names them, or copies of their gates."""
+        """`cache` has the keys and values of each layer, `states` the states of layers with linear
+        attention. Where a mode wants to know experts of later layers, `predictor` names them, or
+        without one copies of their gates."""
         self.decoder = decoder
-        self.table = table
+        self.experts = experts
         self._cache = cache
         self._states = states
         self._block_size = block_size
-        self._missing = missing
-        self._mode = mode or Auto(on_cpu=True)
         self._learns = predictor is not None
         self.guesses = decoder.experts if predictor is None else _guesses(decoder, predictor)
-        """Of each layer, what names its experts for the input of the layer before."""
+        """Gates of each layer that are applied to the input of the layer before."""
 
     def __call__(self, batch: Batch) -> Computed:
-        """The logits after these tokens, the last of their sequences."""
+        """Return the logits after these tokens, the last ones of their sequences."""
         decoder = self.decoder
         residual = self._embed(batch)
-        fed, ids = Fed([]), batch.ids
+        addends, ids = Addends([]), batch.ids
         if ids is None:
             ids = self._new_ids(len(residual))
         routing = _Routing(self, batch, ids)
         bias = None if decoder.bias is None else decoder.bias.by_distance()
         for number, layer in enumerate(decoder.layers):
-            state = _Hidden(residual, fed, layer.attention_norm)
+            hidden = _Hidden(residual, addends, layer.attention_norm)
             own = layer.attention
             if isinstance(own, LinearAttention):
-                fed = self._change_states(own, state, batch)
+                addends = self._change_states(own, hidden, batch)
             else:
-                fed = self._attend(number, own, state, batch, bias)
+                addends = self._attend(number, own, hidden, batch, bias)
             if layer.source is not None:
                 norm, source = layer.source
-                state = _Hidden(residual, fed, norm)
-                fed = self._attend_to_source(number, source, state, batch)
-            fed = self._feed(layer, _Hidden(residual, fed, layer.feed_norm), routing)
-        x = _Hidden(residual, fed, decoder.norm).normed()
+                hidden = _Hidden(residual, addends, norm)
+                addends = self._attend_to_source(number, source, hidden, batch)
+            addends = self._feed(layer, _Hidden(residual, addends, layer.feed_norm), routing)
+        x = _Hidden(residual, addends, decoder.norm).normed()
         logits = _linear(x, decoder.head, decoder.head_bias)
         # their memory is not used for anything else as long as they are referred to
         return Computed(logits, ids, inputs_LBD=routing.inputs_LBD if self._learns else ())
@@ -143,11 +136,11 @@ class DecodeStep:
     def _new_ids(self, n_rows: int) -> Tensor:
         layers = self.decoder.experts
         shape = len(layers), n_rows, layers[0].top_k if layers else 0
-        return torch.empty(shape, dtype=torch.int32, device=self.table.offsets.device)
+        return torch.empty(shape, dtype=torch.int32, device=self.experts.table.offsets.device)
 
     def _attend(
         self, layer: int, own: Attention, x: "_Hidden", batch: Batch, bias_hn: Tensor | None
-    ) -> Fed:
+    ) -> Addends:
         qkv = x.linear(own.qkv, own.qkv_bias)
         if own.row_norms is not None:
             qkv = _norm_rows(qkv, own, own.row_norms)
@@ -166,16 +159,15 @@ class DecodeStep:
         y = attend(q, cache, *where, *limits, bias_hn=bias_hn, gated_row=gates)
         return _add_linear(x.residual, y, own.out, own.out_bias)
 
-    def _attend_to_source(self, layer: int, own: Attention, x: "_Hidden", batch: Batch) -> Fed:
+    def _attend_to_source(self, layer: int, own: Attention, x: "_Hidden", batch: Batch) -> Addends:
         assert batch.sources is not None
         q = x.linear(own.qkv, own.qkv_bias).view(-1, own.heads, own.width)
         where = batch.sources.last, batch.sources.blocks, self._block_size
         y = attend(q, self._cache[layer], *where, own.scale)
         return _add_linear(x.residual, y, own.out, own.out_bias)
 
-    def _change_states(self, own: LinearAttention, x: "_Hidden", batch: Batch) -> Fed:
+    def _change_states(self, own: LinearAttention, x: "_Hidden", batch: Batch) -> Addends:
         assert self._states is not None
-        assert batch.states is not None
         inputs, states = self._states.of(own.module)
         row = x.linear(own.projections, None)
         qkv = convolve(row, own.convolution, inputs, batch.states, own.shape)
@@ -187,6 +179,8 @@ class DecodeStep:
         self, own: Experts, x: Tensor, batch: Batch, ids_BK: Tensor, misses: MissBuffers | None,
         given: bool, logits: Tensor | None = None,
     ) -> Routed:  # fmt: skip
+        """Choose the experts of a layer for the input `x`, and write their ids to `ids_BK`; with
+        `given` they are there already. `logits` are those of the router, if they are known."""
         if logits is None:
             wide = torch.float32 if own.wide_router else x.dtype
             logits = linear(x, own.router, own.router_bias, wide)
@@ -194,52 +188,45 @@ class DecodeStep:
         if own.ids is not None and not given:
             ids_BK.copy_(own.ids.expand_as(ids_BK))
             given = True
-        table = self.table.offsets[own.placeholder.layer]
+        table = self.experts.table.offsets[own.placeholder.layer]
         return route(logits, *choice, table, batch.real, x, ids_BK, misses, given, own.scale)
 
-    def _feed(self, of: Layer, x: "_Hidden", routing: "_Routing") -> Fed:
+    def _feed(self, of: Layer, x: "_Hidden", routing: "_Routing") -> Addends:
         feed = of.feed
         if isinstance(feed, Experts):
             return self._feed_experts(feed, x.normed(), routing)
         if not isinstance(feed, Dense):
-            return Fed([feed(x.normed())])
+            return Addends([feed(x.normed())])
         hidden = x.linear(feed.w_in, feed.b_in, feed.function)
         return _add_linear(x.residual, hidden, feed.w_out, feed.b_out)
 
-    def _feed_experts(self, own: Experts, x: Tensor, routing: "_Routing") -> Fed:
-        layer, missing = own.placeholder.layer, self._missing
+    def _feed_experts(self, own: Experts, x: Tensor, routing: "_Routing") -> Addends:
         shared, logits, hidden = own.shared, None, None
         if shared is not None and shared.joined is not None:
             both = _linear(x, shared.joined, None)
             logits, hidden = both[:, : len(own.router)], both[:, len(own.router) :]
-        routed = routing.enter(layer, x, missing, self._mode, logits)
-        shape = own.placeholder.engine.shape
-        request = None if missing is None else missing.request(layer, routed.missed_B)
-        y = experts(
-            x, routed.weights, routed.offsets, self.table.base, shape.d_hidden, own.activation,
-            shape.bias, shape.transposed, request, self.table.packed(layer, own.activation),
-            self.table.low_rank,
-        )  # fmt: skip
+        routed = routing.enter(own.placeholder.layer, x, logits)
+        y, rows = self.experts.compute(own.placeholder, own.activation, x, routed)
         parts = [y]
         if shared is not None and hidden is not None:
             parts.append(_gated_linear(hidden, shared.out, own.activation.function))
         elif shared is not None:
             parts.append(shared.module(x))
-        return Fed(parts, None if missing is None else missing.rows(layer, routed.missed_B))
+        return Addends(parts, rows)
 
 
 class _Hidden(NamedTuple):
-    """The hidden state of each token where it is normed."""
+    """Hidden states before a norm: the residual, and results that the norm adds to it first."""
 
     residual: Tensor
-    fed: Fed
-    """What is added to it first."""
+    addends: Addends
     norm: Norm
 
     def normed(self) -> Tensor:
-        norm, fed = self.norm, self.fed
+        """Return the normed sum; the residual becomes the sum."""
+        norm, addends = self.norm, self.addends
         how = norm.bias, norm.scale, norm.shift
-        return add_norm(self.residual, fed.parts, norm.weight, norm.eps, fed.host, *how)
+        return add_norm(self.residual, addends.parts, norm.weight, norm.eps, addends.host, *how)
 
     def linear(
         self, weight: Tensor, bias: Tensor | None, function: Function | None = None
@@ -249,16 +236,16 @@ class _Hidden(NamedTuple):
             y = F.linear(self.normed(), weight, bias)
             return y if function is None else activate_torch(y, Form(function, False))
         plain = norm.scale == 1 and norm.shift == 0
-        if self.fed.parts or not plain or not reads_rows_whole(weight):
+        if self.addends.parts or not plain or not reads_rows_whole(weight):
             return linear(self.normed(), weight, bias, function=function)
         own = RowNorm(norm.weight, norm.bias, norm.eps)
         return linear(self.residual, weight, bias, function=function, norm=own)
 
 
 class _Routing:
-    """The experts of the tokens of one step: those of the current layer, and of later ones as far
-    as pre-gates have chosen them. Layers are those of the model, from the first of the decoder
-    on."""
+    """Experts of the tokens of one step: of the current layer, and of later layers as far as
+    pre-gates have chosen them. Layers have their numbers in the model, from the first layer of
+    experts in the decoder on."""
 
     def __init__(self, step: DecodeStep, batch: Batch, ids_LBK: Tensor) -> None:
         self._step = step
@@ -269,66 +256,55 @@ class _Routing:
         self._first = step.decoder.first
         self.n_layers = self._first + len(ids_LBK)
         self._weights: dict[int, Tensor] = {}  # of layers whose experts are chosen already
-        self._x: Tensor | None = None  # of the current layer
-        self._asks = False  # whether it is of use to know experts of a later one
-        self.inputs_LBD: list[Tensor] = []  # of all layers so far
+        self.inputs_LBD: list[Tensor] = []
+        """Inputs of the gates of all layers so far, the current one last."""
 
-    def enter(
-        self, layer: int, x: Tensor, missing: MissingExperts | None, mode: Mode,
-        logits: Tensor | None,
-    ) -> Routed:  # fmt: skip
-        """The experts of a layer with this input, and where they are. `logits` are those of its
+    def enter(self, layer: int, x: Tensor, logits: Tensor | None) -> Routed:
+        """Choose and find the experts of a layer with the input `x`. `logits` are those of its
         router, if they are known."""
-        self._x = x
         self.inputs_LBD.append(x)
-        link = None if missing is None else missing.link(layer, len(x))
-        simple = link is None and not self.level
-        buffers = None if missing is None else missing.buffers
+        experts, real_B = self._step.experts, self._batch.real
+        # the kernel that chooses experts finds them too
+        at_once = not (self.level or experts.needs_look_up(len(x)))
         routed = None
         if layer not in self._weights:
-            routed = self._choose(layer, buffers if simple else None, logits)
+            routed = self._choose(layer, experts.buffers if at_once else None, logits)
         later = layer + self.level
         if self.level and later < self.n_layers:
             self._weights[later] = self._choose(later, None).weights
-        self._asks = missing is not None and missing.follows(len(x))
-        if missing is not None:
-            ahead = mode.ahead(layer, self)
-            if ahead is not None:
-                missing.begin(ahead, self._batch.real)
-        if routed is not None and simple:
+        experts.begin_ahead(layer, self, real_B)
+        if routed is not None and at_once:
             return routed
         weights = self._weights.pop(layer) if routed is None else routed.weights
-        staged = None if missing is None else missing.staged(layer)
-        table, ids = self._step.table.offsets[layer], self._ids_LBK[layer - self._first]
-        return look_up(ids, weights, table, self._batch.real, x, buffers, link, staged)
+        return experts.look_up(layer, self._ids_LBK[layer - self._first], weights, real_B, x)
 
     def known(self, layer: int) -> Tensor | None:
+        """Return the ids of experts that a pre-gate has chosen already."""
         number = layer - self._first
         return self._ids_LBK[number] if self._given or number >= self.level else None
 
     def guess(self, layer: int) -> Tensor | None:
-        if not self._asks:
+        """Return the ids that the gate of a later layer chooses for the input of this one."""
+        x, number = self.inputs_LBD[-1], layer - self._first
+        if not self._step.experts.follows(len(x)):
             return None
-        number = layer - self._first
         if self._given:  # the routers do not choose
             return self._ids_LBK[number]
-        assert self._x is not None
         ids = torch.empty_like(self._ids_LBK[number])
         own = self._step.guesses[number]
-        self._step.route(own, self._x, self._batch, ids, None, given=False)
+        self._step.route(own, x, self._batch, ids, None, given=False)
         return ids
 
     def _choose(
         self, layer: int, misses: MissBuffers | None, logits: Tensor | None = None
     ) -> Routed:
-        assert self._x is not None
-        number = layer - self._first
+        x, number = self.inputs_LBD[-1], layer - self._first
         own, ids = self._step.decoder.experts[number], self._ids_LBK[number]
-        return self._step.route(own, self._x, self._batch, ids, misses, self._given, logits)
+        return self._step.route(own, x, self._batch, ids, misses, self._given, logits)
 
 
 def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
-    """The gates of the layers, those after the first one with the weights of a predictor."""
+    """Return the gates of the layers; all but the first have the weights of a predictor."""
     weights, biases = predictor.weights[1], predictor.biases[1]
     return [
         own
@@ -339,12 +315,12 @@ def _guesses(decoder: Decoder, predictor: Predictor) -> list[Experts]:
     ]
 
 
-def _add_linear(residual: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Fed:
-    """Adds a product to the residual, or leaves it to the norm that follows."""
+def _add_linear(residual: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Addends:
+    """Add a product to the residual, or return it for the norm that follows."""
     if len(y) > 1:
-        return Fed([F.linear(y, weight, bias)])
+        return Addends([F.linear(y, weight, bias)])
     linear(y, weight, bias, into_BN=residual)
-    return Fed([])
+    return Addends([])
 
 
 def _gated_linear(x: Tensor, weight: Tensor, function: Function) -> Tensor:
@@ -361,7 +337,7 @@ def _norm_rows(qkv: Tensor, own: Attention, norms: tuple[Norm, Norm]) -> Tensor:
     widths = [own.heads * own.width, own.kv_heads * own.width, own.kv_heads * own.width]
     q, k, v = qkv.split(widths, dim=1)
     q, k = (
-        _Hidden(each.contiguous(), Fed([]), norm).normed()
+        _Hidden(each.contiguous(), Addends([]), norm).normed()
         for each, norm in zip((q, k), norms, strict=True)
     )
     return torch.cat((q, k, v), dim=1)

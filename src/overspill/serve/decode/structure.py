@@ -1,4 +1,4 @@
-"""The common structure of decoders, read from a model: what a decoding step computes.
+"""The common structure of decoders that fused decoding steps compute, and its reading from models.
 
 RMS norms, rotary attention with grouped heads or the gated delta rule, experts chosen by a softmax,
 perhaps an expert for all tokens beside them. seq2seq.py reads the decoders of encoder-decoders into
@@ -27,7 +27,7 @@ _HYBRID = {"qwen3_next": "qwen3_next", "qwen3_5_moe_text": "qwen3_5_moe"}
 """Model types with linear attention, gates after attention, and 1 added to the weights of norms; by
 the name of their module."""
 _TYPES = _ALIKE | _HYBRID.keys()
-"""Model types of transformers whose modules are known to compute what is read here."""
+"""Model types of transformers whose modules are known to compute this structure."""
 _OWN = "overspill_gpt"
 """The model type of an exported run that no class of transformers computes."""
 _PLAIN = frozenset({nn.Conv1d, nn.Embedding, nn.Linear, nn.ModuleList, nn.RMSNorm})
@@ -36,7 +36,7 @@ _FILES = frozenset({
     "transformers.activations", "torch.nn.modules.activation", "overspill.models.gpt",
     "overspill.models.huggingface.gpt_model", "overspill.moe.layer", "overspill.moe.router",
 })  # fmt: skip
-"""Where the classes of their modules are."""
+"""Python modules that define the classes of these models."""
 
 _ALIGNED = 8
 """Rows of joined weights are a multiple of it."""
@@ -44,6 +44,8 @@ _ALIGNED = 8
 
 @dataclass(frozen=True)
 class Norm:
+    """RMS norm, or a layer norm if it has a bias."""
+
     weight: Tensor
     eps: float
     bias: Tensor | None = None  # of a layer norm
@@ -53,8 +55,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Weights of packed queries, keys and values [(h + 2k) d, D], and of the output. The queries of
-    attention to a source are alone: its keys and values are known."""
+    """Attention with packed weights of queries, keys and values [(h + 2k) d, D]. Attention to a
+    source has queries only: keys and values of the source are computed before."""
 
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -77,7 +79,7 @@ class LinearAttention:
     """Gated delta rule after a short convolution."""
 
     module: nn.Module
-    """It has the states."""
+    """The module to which the states belong."""
     projections: Tensor
     convolution: Tensor
     rates: tuple[Tensor, Tensor]  # logarithms and biases of the decay
@@ -88,7 +90,7 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class Shared:
-    """An expert for all tokens."""
+    """Expert that all tokens use."""
 
     module: Callable[[Tensor], Tensor]
     joined: Tensor | None
@@ -99,7 +101,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Experts:
-    """A router and its experts."""
+    """Router and its experts."""
 
     router: Tensor
     router_bias: Tensor | None
@@ -111,7 +113,7 @@ class Experts:
     activation: Form
     shared: Shared | None = None
     scale: float = 1.0  # of the weights of experts
-    ids: Tensor | None = None  # [K], int32: those of every token, whose weights the router gives
+    ids: Tensor | None = None  # [K], int32: experts of every token; the router gives their weights
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class Dense:
 
 @dataclass(frozen=True)
 class Layer:
+    """Attention and feed-forward, each after a norm."""
+
     attention_norm: Norm
     attention: Attention | LinearAttention
     feed_norm: Norm
@@ -136,7 +140,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Positions:
-    """Vectors that are added to those of tokens."""
+    """Position vectors that are added to the embeddings of tokens."""
 
     table: Tensor
     padding: int
@@ -145,6 +149,8 @@ class Positions:
 
 @dataclass(frozen=True)
 class Decoder:
+    """Embedding, layers and head of a decoder."""
+
     embedding: Tensor
     layers: list[Layer]
     norm: Norm
@@ -159,12 +165,12 @@ class Decoder:
 
     @cached_property
     def experts(self) -> list[Experts]:
-        """Of all layers that have some."""
+        """The experts of all layers that have experts."""
         return [layer.feed for layer in self.layers if isinstance(layer.feed, Experts)]
 
     @cached_property
     def attentions(self) -> dict[int, Attention]:
-        """Those with keys and values, by layer."""
+        """Attention with keys and values, by layer."""
         mixers = ((number, layer.attention) for number, layer in enumerate(self.layers))
         return {number: own for number, own in mixers if isinstance(own, Attention)}
 
@@ -175,8 +181,8 @@ class Decoder:
 
 
 def read_decoder(model: Any, context: int) -> Decoder | None:
-    """The structure of a model for sequences of `context` tokens; None if it differs. The weights
-    of queries, keys and values become parts of one tensor."""
+    """Return the structure of a model for sequences of `context` tokens; None if it differs. The
+    weights of queries, keys and values become parts of one tensor."""
     if isinstance(model, GPTMoE):
         return _read_gpt(model)
     config = model.config.get_text_config()
@@ -203,7 +209,7 @@ def read_decoder(model: Any, context: int) -> Decoder | None:
 
 
 def _rotations(config: Any, inner: Any, context: int) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines of all positions; None if the model has others than are known."""
+    """Return cosines and sines of all positions; None if the model's tables have another shape."""
     weight = inner.embed_tokens.weight
     positions = torch.arange(context, device=weight.device)[None]
     if config.model_type == "qwen3_5_moe_text":  # those of text are the same in three dimensions
@@ -225,8 +231,8 @@ def _shift(config: Any) -> float:
 def has_quirks(
     modules: Iterable[nn.Module], plain: Collection[type], files: Collection[str]
 ) -> bool:
-    """Whether a user may have changed a model whose modules have `plain` classes, or are defined in
-    these files: it is computed by its own modules."""
+    """Return whether a user may have changed a model whose modules have `plain` classes or are
+    defined in `files`. Such a model is computed by its own modules."""
     return any(_quirks(modules, plain, files))
 
 
@@ -246,7 +252,7 @@ def _quirks(
 
 
 def activation_of(experts: Any) -> Form | None:
-    """None if the kernels do not have that of an experts module."""
+    """Return the activation of an experts module; None if the kernels do not have it."""
     placeholder: ExpertPlaceholder = getattr(experts, PLACEHOLDER)
     return form_of(placeholder.activation, placeholder.engine.shape.gated)
 
@@ -297,7 +303,7 @@ def _read_shared(mlp: Any) -> Shared:
 
 
 def _read_linear(own: Any) -> LinearAttention:
-    """Qwen3-Next packs the parts of a head of keys together."""
+    """Read linear attention. Qwen3-Next packs the projections of a head of keys together."""
     keys, group = own.head_k_dim, own.num_v_heads // own.num_k_heads
     values, total = group * own.head_v_dim, own.key_dim
     if hasattr(own, "in_proj_qkvz"):
@@ -367,13 +373,14 @@ def data_of(parameter: Tensor | None) -> Tensor | None:
 
 
 def join(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """One weight and one bias of which those of linear maps become parts."""
+    """Return one weight and one bias; the weights and biases of linear maps become parts of
+    them."""
     weight = _join([each.weight for each in linears])
     return weight, None if linears[0].bias is None else _join([each.bias for each in linears])
 
 
 def _join(parameters: list[Tensor]) -> Tensor:
-    """One tensor of which the parameters become parts."""
+    """Return one tensor; the parameters become parts of it."""
     whole = torch.cat([parameter.data for parameter in parameters])
     start = 0
     for parameter in parameters:

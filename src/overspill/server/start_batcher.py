@@ -1,49 +1,64 @@
-"""Requests that come at the same time begin together."""
+"""Requests that arrive at the same time are given to the engine together."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
-from types import TracebackType
-from typing import Self
+from contextlib import contextmanager
+from typing import Any
 
-Start = Callable[[], None]
-_Waiting = tuple[Start, asyncio.Future[None]]
+Function = Callable[[], None]
+Start = Callable[[Function], Coroutine[Any, Any, None]]
+Outcome = BaseException | None
 
 
-class Starts:
+class StartBatcher:
     """Gives requests to the engine. A prompt that comes a millisecond after others would wait until
     their batch has ended. So a request waits for those that are being tokenized, for a short time,
     and all are given to the engine one right after the other."""
 
-    def __init__(self, threads: Executor, most: float = 0.01) -> None:
-        """A request waits at most so many seconds for others."""
+    def __init__(self, threads: Executor, max_wait: float = 0.01) -> None:
+        """A request waits at most `max_wait` seconds for others."""
         self._threads = threads
-        self._most = most
-        self._coming = 0
-        self._waiting: list[_Waiting] = []
+        self._max_wait = max_wait
+        self._arriving = 0
+        self._waiting: list[tuple[Function, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def coming(self) -> "Coming":
-        """A context from the arrival of a request to its start."""
-        return Coming(self)
+    @contextmanager
+    def arrival(self) -> Iterator[Start]:
+        """Context of one request from its arrival to its start, or to its failure before that.
 
-    def arrive(self) -> None:
-        self._coming += 1
+        Yields an asynchronous function for the start: it calls a function in another thread, one
+        right after those of other requests, and raises what the function raises. Called once.
+        """
+        self._arriving += 1
+        started = False
 
-    def leave(self) -> None:
-        """One that others have waited for has come, or never will."""
-        self._coming -= 1
-        if self._coming == 0:
+        async def start(function: Function) -> None:
+            nonlocal started
+            assert not started
+            started = True
+            await self._start(function)
+
+        try:
+            yield start
+        finally:
+            if not started:
+                self._leave()
+
+    def _leave(self) -> None:
+        """Count one arriving request less; start the waiting ones if it was the last."""
+        self._arriving -= 1
+        if self._arriving == 0:
             self._start_all()
 
-    async def start(self, function: Start) -> None:
-        """Calls the function in another thread, with those of others; raises what it raises."""
+    async def _start(self, function: Function) -> None:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._waiting.append((function, future))
         if self._timer is None:
-            self._timer = loop.call_later(self._most, self._start_all)
-        self.leave()
+            self._timer = loop.call_later(self._max_wait, self._start_all)
+        self._leave()
         await future
 
     def _start_all(self) -> None:
@@ -64,38 +79,7 @@ class Starts:
         started.add_done_callback(lambda done: _settle(futures, _outcomes(done, len(futures))))
 
 
-class Coming:
-    """One request. It ends when it has started, or without that."""
-
-    def __init__(self, starts: Starts) -> None:
-        self._starts = starts
-        self._is_here = False
-
-    def __enter__(self) -> Self:
-        self._starts.arrive()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._is_here:
-            self._is_here = True
-            self._starts.leave()
-
-    async def start(self, function: Start) -> None:
-        """Starts it with others that come now. Once."""
-        assert not self._is_here
-        self._is_here = True
-        await self._starts.start(function)
-
-
-Outcome = BaseException | None
-
-
-def _call_all(functions: Sequence[Start]) -> list[Outcome]:
+def _call_all(functions: Sequence[Function]) -> list[Outcome]:
     found: list[Outcome] = []
     for function in functions:
         try:

@@ -1,4 +1,4 @@
-"""One request from its admission to the end of its answer."""
+"""One HTTP request for answers, from its admission to the end of its response."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ from overspill.server.answers import Answers
 from overspill.server.errors import draining, engine_gone
 from overspill.server.events import COMMENT, DONE, EventStream, watch_disconnect
 from overspill.server.failures import explain
+from overspill.server.forms import usage_of
 from overspill.server.limits import Disconnected
 from overspill.server.plan import Plan
 from overspill.server.service import Service
-from overspill.server.starts import Coming
-from overspill.server.usage import Usage
+from overspill.server.start_batcher import Start
 
 if TYPE_CHECKING:
     from overspill.serve.grammar import Compilation
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 KEEP_ALIVE = 15.0
 """Seconds after which a stream sends something in any case: proxies close connections that are
 silent, and a first token may take longer."""
-_CLIENT_GONE = 499  # nobody reads it; nginx counts such requests with this number
+_CLIENT_GONE = 499  # no client reads it; nginx counts such requests with this number
 
 
 @contextmanager
 def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Calls a function again and again. One timer costs less than one for each wait."""
+    """Call a function repeatedly. One timer costs less than one for each wait."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
@@ -48,11 +48,11 @@ def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-class Exchange:
-    """Holds the place of a request's answers in the queue until `end`."""
+class ApiRequest:
+    """HTTP request for one answer or several. Its answers count as in progress until `end`."""
 
     def __init__(self, service: Service, samples: int) -> None:
-        """`samples` are all answers of the request. Raises an `ApiError` if there is no room."""
+        """`samples` is the number of answers. Raises an `ApiError` if the server is full."""
         service.admit(samples)
         self._service = service
         self._samples = samples
@@ -62,7 +62,8 @@ class Exchange:
         self._deadline = asyncio.get_running_loop().time() + limit
 
     async def run(self, request: Request, plan: Callable[[], Plan], stream: bool) -> Response:
-        """The answer, or the beginning of it. `plan` is called in another thread."""
+        """Return the complete response, or with `stream` the beginning of it. `plan` tokenizes the
+        prompts, in another thread."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 planned, answers = await self._begin(request, plan, stream)
@@ -87,27 +88,29 @@ class Exchange:
     async def _begin(
         self, request: Request, plan: Callable[[], Plan], stream: bool
     ) -> tuple[Plan, Answers]:
+        """Tokenize the prompts, compile their schema, and give the answers to the engine."""
         service = self._service
-        with service.starts.coming() as coming:
+        with service.start_batcher.arrival() as start:
             planned = await service.in_thread(plan)
             compilation = service.llm.compile_schema(planned.jobs[0].params)
             if compilation is None:
-                return planned, await self._start(planned, stream, coming)
+                return planned, await self._start(planned, stream, start)
         with compilation:  # other requests do not wait for it
             await self._compiled(request, compilation)
-            with service.starts.coming() as coming:
-                return planned, await self._start(planned, stream, coming)
+            with service.start_batcher.arrival() as start:
+                return planned, await self._start(planned, stream, start)
 
     async def _compiled(self, request: Request, compilation: "Compilation") -> None:
-        """Waits for it. Raises if there is no grammar, and if it is not needed any more."""
-        wake, gone, bridge = asyncio.Event(), asyncio.Event(), self._service.bridge
+        """Wait for a compilation. Raises if there is no grammar, if the client disconnects, and if
+        the server shuts down."""
+        wake, gone, queue = asyncio.Event(), asyncio.Event(), self._service.loop_queue
 
         def leave() -> None:
             gone.set()
             wake.set()
 
         watcher = asyncio.create_task(watch_disconnect(request.receive, leave))
-        compilation.when_done(lambda: bridge.put(wake.set))
+        compilation.when_done(lambda: queue.put(wake.set))
         try:
             with self._service.compiling(wake):
                 await wake.wait()
@@ -119,12 +122,13 @@ class Exchange:
             raise draining()
         compilation.check()
 
-    async def _start(self, planned: Plan, stream: bool, coming: Coming) -> Answers:
+    async def _start(self, planned: Plan, stream: bool, start: Start) -> Answers:
         service = self._service
-        self._answers = answers = Answers(service.bridge, planned.jobs, stream, service.rate.add)
+        queue, count = service.loop_queue, service.rate.add
+        self._answers = answers = Answers(queue, planned.jobs, stream, count)
         service.answers.add(answers)
         try:
-            await coming.start(partial(answers.start, service.llm))
+            await start(partial(answers.start, service.llm))
         except (EngineError, OrderError) as error:  # the thread that computes has ended
             service.failed = True
             raise engine_gone() from error
@@ -141,7 +145,7 @@ class Exchange:
         if answers.disconnected:
             return Response(status_code=_CLIENT_GONE)
         results = answers.results()
-        body = planned.form.body(results, Usage.of(results, planned.samples))
+        body = planned.form.body(results, usage_of(results, planned.samples))
         return Response(json.dumps(body), media_type="application/json")
 
     async def _events(self, planned: Plan, answers: Answers) -> AsyncIterator[bytes]:
@@ -154,10 +158,10 @@ class Exchange:
                 if events or not pieces:
                     yield events or COMMENT
         if not answers.disconnected:
-            yield form.closing(Usage.of(answers.results(), planned.samples)) + DONE
+            yield form.closing(usage_of(answers.results(), planned.samples)) + DONE
 
     def end(self) -> None:
-        """Frees all that the request holds; no-op if it has ended."""
+        """Free all that the request holds; no-op if it has ended."""
         if self._ended:
             return
         self._ended = True

@@ -1,4 +1,4 @@
-"""Experts in host memory during a decoding step: the CPU computes them while the GPU goes on."""
+"""Missing experts of a decoding step that the CPU computes while the GPU goes on."""
 
 import sys
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.compute.decode import constants
-from overspill.compute.decode.host import HostRows, Request, announce
-from overspill.compute.decode.routing import Link
+from overspill.compute.decode.host import announce
+from overspill.compute.decode.routing import Link, Routed, look_up
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
@@ -23,8 +23,9 @@ _FREE = 2
 """Host slots that other passes can use meanwhile."""
 
 
-class HostExperts:
-    """The thread that computes them, and the memory that it shares with the kernels."""
+class CpuExperts:
+    """Experts in host memory or on disk: the native thread that computes them, and the memory that
+    it shares with the kernels."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class HostExperts:
         link_share: int,
         inject: Callable[[str], object] | None = None,
     ) -> None:
-        """The device reads `link_share` sixteenths of the experts that several tokens miss."""
+        """The GPU reads `link_share` sixteenths of the missing experts of several tokens."""
         self._engine = engine
         self._link_share = link_share
         self._table = table
@@ -73,14 +74,9 @@ class HostExperts:
             raise
 
     @property
-    def most_bytes(self) -> int:
-        """Steps need no memory of the device for them."""
-        return 0
-
-    @property
     def free_slots(self) -> int | None:
-        """Host slots that experts on disk share and no step needs, until experts move; None: no
-        expert is there."""
+        """Host slots that experts on disk share and no step needs, until experts move; None if no
+        expert is on disk."""
         return None if self._reads is None else self._engine.memory.cache_slots - self._most - _FREE
 
     @property
@@ -89,7 +85,7 @@ class HostExperts:
         return self.free_slots is None or self.free_slots >= 0
 
     def update(self) -> None:
-        """Follows experts that have moved."""
+        """Follow experts that have moved."""
         if self._reads is not None:
             return
         records = self._engine.addresses.host_addresses()
@@ -97,22 +93,14 @@ class HostExperts:
         for layer, addresses in enumerate(records):
             self._runner.set_records(layer, addresses)
 
-    def link(self, layer: int, n_rows: int) -> Link | None:
-        """Experts of a layer that the device reads where they are in host memory. With few rows an
-        expert would be read more than once."""
-        share = self._link_share
-        if not share or self._reads is not None or n_rows < constants.SEVERAL:
-            return None
-        return Link(self._table.pinned[layer], share)
-
     def follows(self, n_rows: int) -> bool:
-        """The caches of the CPU were measured to gain for one token; experts of several do not
-        fit."""
+        """Return whether `begin` has an effect. The caches of the CPU were measured to gain for one
+        token; experts of several do not fit."""
         return self._reads is not None or n_rows == 1
 
     def begin(self, ahead: Ahead, real_B: Tensor) -> None:
-        """Experts that a later layer will miss are loaded into the caches of the CPU between its
-        requests, or read from disk when it gets the next one."""
+        """Have the CPU load experts of a later layer into its caches between its requests, or read
+        them from disk when it gets the next one."""
         if not self.follows(len(real_B)):
             return
         table = self._table.offsets[ahead.layer]
@@ -121,52 +109,51 @@ class HostExperts:
         else:
             announce(ahead.ids_BK, real_B, table, ahead.layer, self.buffers)
 
-    def staged(self, layer: int) -> Tensor | None:
-        """Nothing is copied to the device."""
-        return None
+    def needs_look_up(self, n_rows: int) -> bool:
+        """Return whether the GPU reads a part of the missing experts. With few rows an expert would
+        be read more than once."""
+        return self._link_share > 0 and self._reads is None and n_rows >= constants.SEVERAL
 
-    def abort(self) -> None: ...
+    def look_up(
+        self, layer: int, ids_BK: Tensor, weights_BK: Tensor, real_B: Tensor, x_BD: Tensor
+    ) -> Routed:
+        """Find the chosen experts in GPU memory, and list the others in the buffers, except those
+        that the GPU reads."""
+        link = None
+        if self.needs_look_up(len(x_BD)):
+            link = Link(self._table.pinned[layer], self._link_share)
+        offsets_E = self._table.offsets[layer]
+        return look_up(ids_BK, weights_BK, offsets_E, real_B, x_BD, self.buffers, link)
 
     def wait_released(self) -> None:
-        """Until no step that has ended keeps host slots."""
+        """Wait until no step that has ended keeps host slots."""
         if self._reads is not None:
             self._reads.wait_released()
 
     def resume(self) -> None:
-        """A step follows."""
+        """Wake the native thread before a step."""
         self._runner.resume()
 
     def launched(self) -> None:
-        """The step is on the current stream."""
+        """Record the end of a step that is on the current stream."""
         if self._end is not None:
             self._end.record()
 
     def check(self) -> None:
-        """Raises what failed in a step that has ended."""
+        """Raise the failure of a step that has ended, if it has failed."""
         self._runner.check()
 
     def pause(self) -> None:
-        """No step follows for a while."""
+        """Let the native thread sleep: no step follows for a while."""
         self._runner.pause()
-
-    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
-        """Tells the thread that the token rows and the missing experts of a layer are in the
-        buffers."""
-        buffers = self.buffers
-        assert missed_B is not None
-        return Request(buffers.ready_L[layer:], buffers.done_L[layer:], missed_B)
-
-    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
-        """What the CPU computes of them."""
-        assert missed_B is not None
-        return HostRows(self.buffers.out_RD, missed_B, self.buffers.done_L[layer:])
 
     @property
     def n_misses(self) -> int:
+        """Number of experts that the CPU has computed."""
         return self._runner.n_misses
 
     def take_spans(self) -> list[Span]:
-        """When experts were computed, or loaded before, since the last call."""
+        """Return the times since the last call at which experts were computed, or loaded ahead."""
         size = self._engine.layout.weight_bytes
         return [
             Span(
@@ -181,11 +168,11 @@ class HostExperts:
         ]
 
     def close(self) -> None:
-        """When no step is on the device."""
+        """End the native thread, when no step is on the device."""
         self._runner.close()
 
     def __del__(self) -> None:
-        """A step may be on the device when its LLM is given up: it waits for the thread. One of
-        another LLM may as well wait for what this thread holds."""
+        """Wait for a step that is on the device when its LLM is deleted: the step waits for the
+        native thread. A step of another LLM may wait for it too."""
         if self._end is not None and not (self._engine.lifetime.forked or sys.is_finalizing()):
             self._end.synchronize()
