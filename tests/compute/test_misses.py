@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Differentiated, Function, Fused, clamped_gate
+from overspill.compute.activation import Activation, Differentiated, Fused, clamped_gate
+from overspill.compute.activation_form import Function
 from overspill.compute.misses import MissRunner
 from overspill.compute.record_format import MixedFormat, RecordFormat
 from overspill.core.errors import ConfigError, EngineError

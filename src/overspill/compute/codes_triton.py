@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import CODES, Piece
+from overspill.compute.record_piece import CODES, Piece
 from overspill.core.packing import Kind
 
 E2M1, UNSIGNED, E4M3, SIGNED, IQ4_NL = range(5)

@@ -19,7 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Form, Function, form_of
+from overspill.compute.activation import Activation, form_of
+from overspill.compute.activation_form import Form, Function
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.native import load_library

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,

@@ -15,7 +15,7 @@ from torch import Tensor
 from overspill.compute.formats import IQ4_NL
 from overspill.compute.launch_triton import Launch
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import CODES, Piece
+from overspill.compute.record_piece import CODES, Piece
 from overspill.core.packing import Kind
 
 _KINDS = (Kind.IQ4_NL, Kind.K_QUANT)

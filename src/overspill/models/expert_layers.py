@@ -10,7 +10,6 @@ from overspill.compute.activation import Activation
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.moe.engine import Engine
-from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
 
 
@@ -47,16 +46,6 @@ class ExpertLayer(Protocol):
 
     def give_away(self, engine: Engine, layer: int) -> None:
         """Releases the parameters and leaves a placeholder."""
-
-
-def experts_paths(model: nn.Module) -> list[str]:
-    """Paths of the modules with experts, lowest first, whether they are offloaded or not; of a
-    model of our own the MoE layers. Raises for a transformers model that is not supported."""
-    if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
-        from overspill.models.huggingface.adapt import experts_paths as find
-
-        return find(model)
-    return [path for path, module in model.named_modules() if isinstance(module, MoE)]
 
 
 def check_layers(layers: Mapping[str, ExpertLayer], training: bool) -> None:

@@ -56,8 +56,9 @@ def offload(model: nn.Module, options: OffloadOptions) -> nn.Module:
 def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
     """`offload` with all arguments in one object."""
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
-        from overspill.models.huggingface.adapt import adapt, find_experts
+        from overspill.models.huggingface.adapt import adapt
         from overspill.models.huggingface.dictionaries import cast_routers
+        from overspill.models.huggingface.find_experts import find_experts
 
         budgets.settings.check_model(cast(Any, model).config.model_type)
         found = find_experts(model)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.attention_cache import IN_USE
-from overspill.models.expert_layers import experts_paths
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.moe.layer import MoE
 from overspill.moe.pregate import ChainGate, GatedBlock, IdsReader, install, positions
 from overspill.moe.router import RouterOutput
@@ -53,7 +53,7 @@ def pregate(model: Any, level: int = 1) -> Any:
     for chain in chains:
         install(chain, level)
     if hasattr(model, "save_pretrained"):
-        from overspill.models.huggingface.pregates import save_with_pregates
+        from overspill.models.huggingface.pregate_file import save_with_pregates
 
         save_with_pregates(model)
     return model

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
 from overspill.compute.decode import constants
 from tests.compute.decode.near import NAN, needs_triton, random
 from tests.compute.test_grouped_triton import every_device

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.pregates import FILE, gate_tensors
+from overspill.models.huggingface.pregate_file import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
 from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import budgets

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from overspill.compute.activation import Function
+from overspill.compute.activation_form import Function
 from overspill.compute.activation_triton import value_of
 
 CLAMPED = tl.constexpr(int(Function.CLAMPED))

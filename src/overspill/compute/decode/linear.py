@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.activation import Function
+from overspill.compute.activation_form import Function
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import activate
 from overspill.compute.decode.launch import after, early, power

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.codes_triton import (
     Matrix,
     Planes,
@@ -24,7 +24,8 @@ from overspill.compute.codes_triton import (
     words_of_units,
     zeros_of_words,
 )
-from overspill.compute.record_format import CODES, Piece, RecordFormat
+from overspill.compute.record_format import RecordFormat
+from overspill.compute.record_piece import CODES, Piece
 
 
 class Packing(NamedTuple):

@@ -15,9 +15,9 @@ from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory, usable_cores
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer
 from overspill.models.huggingface.conversion import model_conversions
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.load import InitialExperts, random_dense
 from overspill.models.huggingface.merge import TOKENIZER_FILES

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import ADAPTER_CONFIG
 from overspill.models.huggingface.conversion import renamer
 from overspill.models.huggingface.expert_lora import StackMatching
 from overspill.models.huggingface.experts import HuggingFaceExperts
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.lora_config import (
     MATRIX_A,
@@ -28,7 +28,7 @@ from overspill.models.huggingface.lora_config import (
     LoraConfig,
     read_lora_config,
 )
-from overspill.models.huggingface.pregates import saved_gates
+from overspill.models.huggingface.pregate_file import saved_gates
 from overspill.moe.state_dict import dense_tensors
 from overspill.tiers.safetensors_stream import StreamReader
 

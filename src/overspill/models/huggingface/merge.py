@@ -22,7 +22,7 @@ from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
 from overspill.models.huggingface.packed.files import plain_specs, write_plain, write_plain_texts
-from overspill.models.huggingface.pregates import copy_pregates, sample
+from overspill.models.huggingface.pregate_file import copy_pregates, sample
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import model_class
 from overspill.models.huggingface.tokenizer import open_tokenizer

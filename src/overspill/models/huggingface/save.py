@@ -19,7 +19,7 @@ from overspill.models.huggingface.checks import INDEX, SINGLE
 from overspill.models.huggingface.conversion import model_conversions
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.packed.config import MODELOPT
-from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.huggingface.pregate_file import FILE as PREGATES
 from overspill.models.huggingface.shards import (
     METADATA,
     LayerTensors,

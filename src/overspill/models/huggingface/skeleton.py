@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
+from overspill.models.huggingface.find_experts import find_experts
 
 
 class Skeleton:

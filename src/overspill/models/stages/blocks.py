@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
-from overspill.models.expert_layers import experts_paths
 from overspill.models.gpt import Block, GPTMoE
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.moe.pregate import Ahead, map_tensors, put_ahead, results_ahead
 
 _MARK = "_overspill_stage"

@@ -7,8 +7,8 @@ from torch import nn
 
 from overspill.core.errors import ConfigError
 from overspill.core.layer_map import StagePart
-from overspill.models.expert_layers import experts_paths
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.models.placement_costs import measured_costs
 from overspill.models.stages.blocks import find_blocks
 from overspill.parallel.ranks import Ranks

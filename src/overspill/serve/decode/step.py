@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function, activate_torch
+from overspill.compute.activation import activate_torch
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode.attention import attend, rotate_and_store
 from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts

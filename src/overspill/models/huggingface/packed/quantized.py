@@ -7,7 +7,8 @@ from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.compute.quantize import BadWeight, quantize
-from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
+from overspill.compute.record_format import FormatBuilder, RecordFormat, stored_parts
+from overspill.compute.record_piece import CODES
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind, Scheme

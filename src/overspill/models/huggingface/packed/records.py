@@ -4,13 +4,8 @@ import torch
 from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import (
-    CODES,
-    FormatBuilder,
-    MixedFormat,
-    RecordFormat,
-    stored_parts,
-)
+from overspill.compute.record_format import FormatBuilder, MixedFormat, RecordFormat, stored_parts
+from overspill.compute.record_piece import CODES
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.packing import Kind
