@@ -24,7 +24,7 @@ from overspill.compute.decode import (
     packed_experts,
     routing,
 )
-from overspill.compute.decode.low_rank import Factors
+from overspill.compute.decode.low_rank import LowRankMatrices
 from overspill.compute.decode.packing import packed_records
 from overspill.core.experts import ExpertShape
 from tests.compute.packed import make_experts
@@ -136,7 +136,7 @@ GROUP = {
 }  # fmt: skip
 GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
 GROUPS = {"groups": "*i32"}
-LOW = {"LOW": Factors(4096, 8192, 4, 8, 4, False)}
+LOW = {"LOW": LowRankMatrices(4096, 8192, 4, 8, 4, False)}
 SHRINK = LOW | {"MATRIX": None, "SCALED": False, "BLOCK": 2048, "REQUEST": 4, "ON_GPU": True}
 TURNED = {"BIAS": True, "TRANSPOSED": True}
 CASES += [
@@ -165,7 +165,7 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
         torch.empty(64, dtype=torch.uint8),
     )
     own = {"PACKING": packed.packing, "BIAS": stack}
-    own |= {"LOW": Factors(4096, 8192, 4, 8, 4, True)}
+    own |= {"LOW": LowRankMatrices(4096, 8192, 4, 8, 4, True)}
     into = own | {"FUNCTION": 3 if stack else 1}
     types = [
         {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS

@@ -40,7 +40,7 @@ _MAX_ROWS = {  # in the order of ISA_NAMES
 }
 
 
-class PackedRecords(Protocol):
+class PackedFormat(Protocol):
     """The layout of records of packed weights."""
 
     @property
@@ -108,7 +108,7 @@ def why_unsupported(
     dtype: torch.dtype,
     shape: ExpertShape,
     activation: Activation | None,
-    formats: Sequence[PackedRecords] = (),
+    formats: Sequence[PackedFormat] = (),
 ) -> str | None:
     """Why the kernel does not compute such experts; None if it does. `formats` are those of packed
     records, which `MissRunner` reads in a decoding step."""
@@ -140,7 +140,7 @@ def kernel_forward(
     threads: int,
     isa: str | None = None,
     form: Form | None = None,
-    format: PackedRecords | None = None,
+    format: PackedFormat | None = None,
     low_rank: LowRank = (None, None),
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
@@ -221,7 +221,7 @@ def group_args(
     backward: BackwardRows | None = None,
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
-    format: PackedRecords | None = None,
+    format: PackedFormat | None = None,
     low_rank: LowRank = (None, None),
 ) -> GroupArgs:
     """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
@@ -299,13 +299,13 @@ def group_args(
     return args
 
 
-def native_formats(formats: Sequence[PackedRecords]) -> "ctypes.Array[ctypes.c_void_p] | None":
+def native_formats(formats: Sequence[PackedFormat]) -> "ctypes.Array[ctypes.c_void_p] | None":
     """The addresses of the descriptions of records, valid as long as the formats; None for none."""
     addresses = [ctypes.addressof(_native(format)) for format in formats]
     return (ctypes.c_void_p * len(addresses))(*addresses) if addresses else None
 
 
-def _native(format: PackedRecords) -> ctypes.Structure:
+def _native(format: PackedFormat) -> ctypes.Structure:
     assert format.native is not None
     return format.native
 

@@ -74,7 +74,7 @@ using Fetch = int (*)(int what, int64_t first, int64_t second, const int32_t* ex
                       void** addresses, int64_t* offsets);
 enum { HOLD, LEARN, END_READS, EXPECT, RELEASE, END_AHEAD };
 constexpr int64_t PRESENT = -1, ARRIVING = -2;
-constexpr int64_t LOOK_NS = 50000;  // between two looks at what is announced, while it reads
+constexpr int64_t LOOK_NS = 50000;  // between two looks at the hints, while records are read
 
 class MissRunner {
   public:
@@ -105,7 +105,7 @@ class MissRunner {
         group_addresses.resize(sizes.experts);
         starts.resize(sizes.experts);
         stops.resize(sizes.experts);
-        announced.resize(sizes.experts);
+        hinted.resize(sizes.experts);
         ahead_experts.resize(sizes.experts);
         ahead_addresses.resize(sizes.experts);
         ahead_offsets.resize(sizes.experts);
@@ -262,7 +262,7 @@ class MissRunner {
         fill_request(load_request, args);
     }
 
-    // Calls `use` with the layer and the id of each expert that was announced.
+    // Calls `use` with the layer and the id of each expert of the latest hint.
     template <class Use>
     void take_ahead(const Use& use) {
         const int64_t count = memory.ahead_count->load(std::memory_order_acquire);
@@ -372,7 +372,7 @@ class MissRunner {
             return;
         }
         const bool first = started && execute_some(true);
-        // Announcements may come after the request.
+        // A hint may come after the request.
         for (const auto& job : jobs)
             while (!reads.wait(*job, LOOK_NS)) expect_records(layer, file);
         const ReadResult result = started ? (own ? own->result : ReadResult{}) : ReadResult{0, EAGAIN};
@@ -395,17 +395,17 @@ class MissRunner {
         return computed;
     }
 
-    // Begins to read what was announced for a later layer: after what this one needs.
+    // Begins to read the experts that hints name for a later layer, after those of this one.
     void expect_records(int64_t current, int file) {
         int64_t layer = -1, count = 0;
         take_ahead([&](int64_t later, int32_t expert) {
             // What a layer without misses has left there may be over.
-            if (later <= current || (layer >= 0 && later != layer) || announced[expert]) return;
+            if (later <= current || (layer >= 0 && later != layer) || hinted[expert]) return;
             layer = later;
-            announced[expert] = true;
+            hinted[expert] = true;
             ahead_experts[count++] = expert;
         });
-        for (int64_t i = 0; i < count; ++i) announced[ahead_experts[i]] = false;
+        for (int64_t i = 0; i < count; ++i) hinted[ahead_experts[i]] = false;
         if (count == 0) return;
         if (fetch(EXPECT, layer, count, ahead_experts.data(), ahead_addresses.data(),
                   ahead_offsets.data()) < 0)
@@ -545,7 +545,7 @@ class MissRunner {
         std::shared_ptr<ReadJob> job;
     };
     std::vector<Arriving> arriving;  // read ahead; some may have ended
-    std::vector<char> announced;     // of each expert, during expect_records
+    std::vector<char> hinted;        // of each expert, during expect_records
     std::vector<int32_t> ahead_experts;
     std::vector<void*> ahead_addresses;
     std::vector<int64_t> ahead_offsets;

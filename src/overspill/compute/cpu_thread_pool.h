@@ -105,7 +105,7 @@ class ThreadPool {
         const int wanted = int(most(0, least(threads - 1, MAX_WORKERS)));
         while (int(workers.size()) < wanted) add_worker();
         function = &body;
-        announce(++calls << COUNT_BITS | uint64_t(wanted));
+        notify(++calls << COUNT_BITS | uint64_t(wanted));
         body();
         // A worker sets `inside` before it reads `current`; here the order is the opposite. Both
         // are sequentially consistent, so the caller sees the worker or the worker stays outside.
@@ -115,7 +115,7 @@ class ThreadPool {
 
     ~ThreadPool() {
         if (getpid() != process) abandon_workers();
-        announce(SHUTDOWN);
+        notify(SHUTDOWN);
         for (const auto& worker : workers) worker->thread.join();
     }
 
@@ -147,7 +147,7 @@ class ThreadPool {
 
     // A worker reads the signal's count before it checks for a call a last time; here the order is
     // the opposite. So the worker sees the call or does not sleep.
-    void announce(uint64_t call) {
+    void notify(uint64_t call) {
         current = call;
         if (wanted_by(call) > 0) wake.raise();
     }

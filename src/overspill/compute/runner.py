@@ -16,7 +16,7 @@ from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
     GroupArgs,
-    PackedRecords,
+    PackedFormat,
     WeightGradient,
     group_args,
     loaded_library,
@@ -74,7 +74,7 @@ class Runner:
         threads: int,
         request: CpuRequest,
         form: Form | None = None,
-        format: PackedRecords | None = None,
+        format: PackedFormat | None = None,
     ) -> None:
         """As `kernel_forward`, once the rows are ready; returns at once. The caller keeps the
         tensors until the request is done."""

@@ -24,7 +24,7 @@ from overspill.compute.codes_triton import (
 )
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
+from overspill.compute.decode.cpu import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, power
 from overspill.compute.decode.low_rank import (
     LowRankPart,

@@ -12,8 +12,8 @@ from torch import Tensor
 from overspill.compute.activation_form import Form
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
+from overspill.compute.decode.cpu import MissRequest, request_arguments, send_request
 from overspill.compute.decode.expert_groups import experts_of_several
-from overspill.compute.decode.host import Request, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, let_next_begin, power, wait
 from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink, sum_expanded
 from overspill.compute.decode.packed_experts import packed_experts
@@ -29,7 +29,7 @@ def experts(
     activation: Form,
     bias: bool,
     transposed: bool,
-    request: Request | None = None,
+    request: MissRequest | None = None,
     packed: PackedRecords | None = None,
     low: LowRankRecords | None = None,
 ) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.codes_triton import Matrix, input_factors
-from overspill.compute.decode.host import RequestArguments, send_request
+from overspill.compute.decode.cpu import RequestArguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
 from overspill.compute.decode.packing import at_record, by_places
 from overspill.tiers.layout import LowRankPlanes, RecordLayout
@@ -27,7 +27,7 @@ _RANKS = tl.constexpr(16)
 """Ranks that a product with several tokens sums at once: the fewest that `tl.dot` has."""
 
 
-class Factors(NamedTuple):
+class LowRankMatrices(NamedTuple):
     """The low-rank matrices of one matrix in a record, as a constant of kernels."""
 
     a: int
@@ -44,8 +44,8 @@ class LowRankRecords(NamedTuple):
     """The low-rank parts of w_in and w_out in records, and their memory in the dtype of both."""
 
     memory: Tensor
-    w_in: Factors | None
-    w_out: Factors | None
+    w_in: LowRankMatrices | None
+    w_out: LowRankMatrices | None
 
 
 class LowRankPart(NamedTuple):
@@ -53,7 +53,7 @@ class LowRankPart(NamedTuple):
 
     memory: Tensor
     shrunk: Tensor
-    factors: Factors | None
+    factors: LowRankMatrices | None
 
 
 def low_rank_records(layout: RecordLayout, base: Tensor) -> LowRankRecords | None:
@@ -66,16 +66,18 @@ def low_rank_records(layout: RecordLayout, base: Tensor) -> LowRankRecords | Non
     )
 
 
-def _factors(planes: LowRankPlanes | None, packed: bool) -> Factors | None:
+def _factors(planes: LowRankPlanes | None, packed: bool) -> LowRankMatrices | None:
     if planes is None:
         return None
-    return Factors(planes.a, planes.b, planes.rank, planes.padded, power(planes.rank), packed)
+    return LowRankMatrices(
+        planes.a, planes.b, planes.rank, planes.padded, power(planes.rank), packed
+    )
 
 
 def shrink(
     x_ND: Tensor,
     memory: Tensor,
-    factors: Factors | None,
+    factors: LowRankMatrices | None,
     offsets_BK: Tensor,
     flags: RequestArguments,
     matrix: Matrix | None = None,

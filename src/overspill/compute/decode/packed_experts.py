@@ -25,7 +25,7 @@ from overspill.compute.codes_triton import (
 )
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
+from overspill.compute.decode.cpu import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
 from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink, sum_expanded
 from overspill.compute.decode.packing import (

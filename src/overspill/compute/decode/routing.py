@@ -15,7 +15,7 @@ from overspill.compute.decode.launch import after, early, power
 from overspill.compute.misses import MissBuffers
 
 
-class Link(NamedTuple):
+class PinnedExperts(NamedTuple):
     """Experts in pinned memory that the GPU reads over the link while the CPU computes the other
     ones that are missing."""
 
@@ -66,7 +66,7 @@ def look_up(
     real_B: Tensor,
     x_BD: Tensor,
     misses: MissBuffers | None = None,
-    link: Link | None = None,
+    link: PinnedExperts | None = None,
     staged_E: Tensor | None = None,
 ) -> Routed:
     """As `route`, for experts that are chosen already. Those that `table_E` does not have may be

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.compute.decode import constants
-from overspill.compute.decode.host import HostRows, Request, announce
-from overspill.compute.decode.routing import Link
+from overspill.compute.decode.cpu import CpuRows, MissRequest, hint
+from overspill.compute.decode.routing import PinnedExperts
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
@@ -97,13 +97,13 @@ class HostExperts:
         for layer, addresses in enumerate(records):
             self._runner.set_records(layer, addresses)
 
-    def link(self, layer: int, n_rows: int) -> Link | None:
+    def link(self, layer: int, n_rows: int) -> PinnedExperts | None:
         """Experts of a layer that the device reads where they are in host memory. With few rows an
         expert would be read more than once."""
         share = self._link_share
         if not share or self._reads is not None or n_rows < constants.SEVERAL:
             return None
-        return Link(self._table.pinned[layer], share)
+        return PinnedExperts(self._table.pinned[layer], share)
 
     def follows(self, n_rows: int) -> bool:
         """The caches of the CPU were measured to gain for one token; experts of several do not
@@ -117,9 +117,9 @@ class HostExperts:
             return
         table = self._table.offsets[ahead.layer]
         if ahead.ids_BK is None:
-            announce(self._all[:, None], None, table, ahead.layer, self.buffers)
+            hint(self._all[:, None], None, table, ahead.layer, self.buffers)
         else:
-            announce(ahead.ids_BK, real_B, table, ahead.layer, self.buffers)
+            hint(ahead.ids_BK, real_B, table, ahead.layer, self.buffers)
 
     def staged(self, layer: int) -> Tensor | None:
         """Nothing is copied to the device."""
@@ -149,17 +149,17 @@ class HostExperts:
         """No step follows for a while."""
         self._runner.pause()
 
-    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
+    def request(self, layer: int, missed_B: Tensor | None) -> MissRequest | None:
         """Tells the thread that the token rows and the missing experts of a layer are in the
         buffers."""
         buffers = self.buffers
         assert missed_B is not None
-        return Request(buffers.ready_L[layer:], buffers.done_L[layer:], missed_B)
+        return MissRequest(buffers.ready_L[layer:], buffers.done_L[layer:], missed_B)
 
-    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
+    def rows(self, layer: int, missed_B: Tensor | None) -> CpuRows | None:
         """What the CPU computes of them."""
         assert missed_B is not None
-        return HostRows(self.buffers.out_RD, missed_B, self.buffers.done_L[layer:])
+        return CpuRows(self.buffers.out_RD, missed_B, self.buffers.done_L[layer:])
 
     @property
     def n_misses(self) -> int:

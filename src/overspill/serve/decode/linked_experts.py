@@ -5,8 +5,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from overspill.compute.decode.host import HostRows, Request
-from overspill.compute.decode.routing import Link
+from overspill.compute.decode.cpu import CpuRows, MissRequest
+from overspill.compute.decode.routing import PinnedExperts
 from overspill.compute.misses import MissBuffers
 from overspill.moe.engine import Engine
 from overspill.serve.decode.migration import Migration
@@ -40,9 +40,9 @@ class LinkedExperts:
         """Follows experts that have moved."""
         self._table.set_pinned(self._engine.addresses.host_addresses())
 
-    def link(self, layer: int, n_rows: int) -> Link | None:
+    def link(self, layer: int, n_rows: int) -> PinnedExperts | None:
         """What was not copied before is read where it is."""
-        return Link(self._table.pinned[layer], _ALL)
+        return PinnedExperts(self._table.pinned[layer], _ALL)
 
     def follows(self, n_rows: int) -> bool:
         """Copies are made for any number."""
@@ -60,10 +60,10 @@ class LinkedExperts:
         """A step has failed."""
         self._migration.abort()
 
-    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
+    def request(self, layer: int, missed_B: Tensor | None) -> MissRequest | None:
         return None
 
-    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
+    def rows(self, layer: int, missed_B: Tensor | None) -> CpuRows | None:
         return None
 
     def resume(self) -> None: ...

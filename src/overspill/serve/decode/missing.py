@@ -4,8 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from overspill.compute.decode.host import HostRows, Request
-from overspill.compute.decode.routing import Link
+from overspill.compute.decode.cpu import CpuRows, MissRequest
+from overspill.compute.decode.routing import PinnedExperts
 from overspill.compute.misses import MissBuffers
 from overspill.serve.decode.modes import Ahead
 from overspill.trace.spans import Span
@@ -35,7 +35,7 @@ class MissingExperts(Protocol):
     def n_misses(self) -> int:
         """Those that the CPU has computed."""
 
-    def link(self, layer: int, n_rows: int) -> Link | None:
+    def link(self, layer: int, n_rows: int) -> PinnedExperts | None:
         """Those of a layer that the device reads where they are in host memory."""
 
     def follows(self, n_rows: int) -> bool:
@@ -50,10 +50,10 @@ class MissingExperts(Protocol):
     def abort(self) -> None:
         """The step has failed before all of it was on the stream."""
 
-    def request(self, layer: int, missed_B: Tensor | None) -> Request | None:
+    def request(self, layer: int, missed_B: Tensor | None) -> MissRequest | None:
         """Tells the CPU that the token rows and the missing experts of a layer are listed."""
 
-    def rows(self, layer: int, missed_B: Tensor | None) -> HostRows | None:
+    def rows(self, layer: int, missed_B: Tensor | None) -> CpuRows | None:
         """What the CPU computes of them."""
 
     def update(self) -> None:

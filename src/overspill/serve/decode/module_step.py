@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overspill.compute.activation import Fused
 from overspill.compute.decode.attention import attend
+from overspill.compute.decode.cpu import add_cpu_rows
 from overspill.compute.decode.experts import experts
-from overspill.compute.decode.host import add_host_rows
 from overspill.compute.decode.routing import look_up
 from overspill.models.attention_cache import (
     AttentionOptions,
@@ -213,7 +213,7 @@ class ModuleStep:
         )  # fmt: skip
         rows = None if missing is None else missing.rows(layer, routed.missed_B)
         if rows is not None:
-            add_host_rows(y, rows)
+            add_cpu_rows(y, rows)
         return y.to(x_TD.dtype)
 
     def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from overspill.compute.activation import activate_torch
 from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.cpu import CpuRows
 from overspill.compute.decode.delta import convolve, delta_rule
 from overspill.compute.decode.experts import experts
-from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import RowNorm, gate_rows, linear, reads_rows_whole
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, look_up, route
@@ -60,7 +60,7 @@ class Fed(NamedTuple):
     """What a feed-forward adds to the residual."""
 
     parts: list[Tensor]
-    host: HostRows | None = None
+    host: CpuRows | None = None
 
 
 class Computed(NamedTuple):

@@ -15,7 +15,7 @@ from overspill.compute.decode.launch import after, early, power
 from overspill.compute.misses import MissBuffers
 
 
-class HostRows(NamedTuple):
+class CpuRows(NamedTuple):
     """What the CPU adds to some rows: float32 in pinned memory, where `missed_B` is not 0, once
     `done` is 1."""
 
@@ -36,7 +36,7 @@ class HostRows(NamedTuple):
         return 2
 
 
-class Request(NamedTuple):
+class MissRequest(NamedTuple):
     """Tells the CPU that a list of misses is complete, if there are any: `done` becomes 0, then
     `ready` 1."""
 
@@ -52,7 +52,7 @@ class RequestArguments(NamedTuple):
     constants: tuple[int, bool]  # REQUEST, ON_GPU
 
 
-def request_arguments(request: Request | None, offsets_BK: Tensor) -> RequestArguments:
+def request_arguments(request: MissRequest | None, offsets_BK: Tensor) -> RequestArguments:
     """For a batch with these experts. Without a request, no memory is used."""
     n_rows, on_gpu = len(offsets_BK), offsets_BK.is_cuda
     if request is None:
@@ -60,7 +60,7 @@ def request_arguments(request: Request | None, offsets_BK: Tensor) -> RequestArg
     return RequestArguments((*request, n_rows), (power(n_rows), on_gpu))
 
 
-def announce(
+def hint(
     ids_BK: Tensor, real_B: Tensor | None, table_E: Tensor, layer: int, misses: MissBuffers
 ) -> None:
     """Tells the CPU which experts of a later layer are not on the device. Nothing waits for it, and
@@ -68,7 +68,7 @@ def announce(
     n_rows, top_k = ids_BK.shape
     count = n_rows * top_k
     assert count <= len(misses.ahead_N)
-    _announce_kernel[(1,)](
+    _hint_kernel[(1,)](
         ids_BK, ids_BK if real_B is None else real_B, table_E, misses.ahead_N, misses.ahead_count,
         count, layer * len(table_E), top_k, power(count), real_B is not None, num_warps=1,
         **early(ids_BK.device),
@@ -76,7 +76,7 @@ def announce(
 
 
 @triton.jit
-def _announce_kernel(
+def _hint_kernel(
     ids, is_real, table, ahead, ahead_count, count, first, TOP_K: tl.constexpr, SIZE: tl.constexpr,
     REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def send_request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.
 
 
 @triton.jit
-def await_host(done, count, ON_GPU: tl.constexpr):
+def await_cpu(done, count, ON_GPU: tl.constexpr):
     """Until the CPU has computed `count` misses, if there are any."""
     if count > 0:
         seen = tl.load(done, volatile=True)
@@ -136,10 +136,10 @@ def _wait_kernel(
     after(EARLY)
     rows = tl.arange(0, ROWS)
     count = tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0)
-    await_host(done, count, ON_GPU)
+    await_cpu(done, count, ON_GPU)
 
 
-def add_host_rows(y_BD: Tensor, host: HostRows) -> None:
+def add_cpu_rows(y_BD: Tensor, host: CpuRows) -> None:
     """Adds what the CPU has computed to float32 rows, in place."""
     n_rows, width = y_BD.shape
     _add_rows_kernel[(n_rows,)](
@@ -158,7 +158,7 @@ def _add_rows_kernel(
     columns = tl.arange(0, BLOCK)
     count = tl.load(missed + row)
     if HOST == 1:
-        await_host(done, count, ON_GPU)
+        await_cpu(done, count, ON_GPU)
     at = row * width + columns
     own = (columns < width) & (count > 0)
     total = tl.load(y + at, mask=own, other=0.0)
