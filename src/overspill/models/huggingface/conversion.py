@@ -8,7 +8,7 @@ tensors of a checkpoint.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ class Sources:
     converter: Any = None
     keys: dict[str, list[str]] = field(default_factory=dict)
     """By source pattern of the converter, in natural order; without a converter, under ""."""
+
+    @property
+    def all_keys(self) -> list[str]:
+        """The names of all source tensors."""
+        return [key for keys in self.keys.values() for key in keys]
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the family's own code makes the tensor of its sources."""
+        return self.converter is not None and not self.merges
 
     @property
     def merges(self) -> bool:
@@ -67,12 +77,20 @@ class _Target:
         return torch.empty(self._shape, device="meta")
 
 
-Renamer = Callable[[str], list[tuple[str, str | None]]]
+class Target(NamedTuple):
+    """A tensor of the model that a tensor of a checkpoint is a source of."""
+
+    name: str
+    pattern: str | None
+    """The source pattern of the converter that makes it; None without a converter."""
+
+
+Renamer = Callable[[str], list[Target]]
 
 
 def renamer(model: Any, extra: set[str]) -> tuple[Renamer, Mapping[str, Any]]:
-    """A function from a name in a checkpoint to (name in the model, pattern of its converter), and
-    the converters by pattern. `extra` are names of parameters that the model no longer has."""
+    """Return a function from a name in a checkpoint to its targets in the model, and the converters
+    by pattern. `extra` are names of parameters that the model no longer has."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -84,16 +102,35 @@ def renamer(model: Any, extra: set[str]) -> tuple[Renamer, Mapping[str, Any]]:
     names.update(dict.fromkeys((n for n, _ in model.named_buffers()), True))
     prefix = model.base_model_prefix
 
-    def rename(key: str) -> list[tuple[str, str | None]]:
+    def rename(key: str) -> list[Target]:
         target, pattern = rename_source_key(key, renamings, converters, prefix, names)
         if target not in names and key in names:
             target, pattern = rename_source_key(key, [], [], prefix, names)
         if pattern is None:
-            return [(target, None)]
+            return [Target(target, None)]
         first, *others = by_pattern[pattern].target_patterns
-        return [(target.replace(first, name), pattern) for name in (first, *others)]
+        return [Target(target.replace(first, name), pattern) for name in (first, *others)]
 
     return rename, by_pattern
+
+
+def find_sources(
+    model: Any,
+    experts: set[str],
+    keys: Iterable[str],
+    choose: Callable[[str, list[Target]], list[Target]],
+) -> dict[str, Sources]:
+    """Return the sources of tensors of the model among the tensors `keys` of a checkpoint.
+
+    `experts` are names of parameters that the model no longer has. `choose` gets a key and its
+    targets, and returns the targets to keep.
+    """
+    rename, converters = renamer(model, experts)
+    found: dict[str, Sources] = {}
+    for key in keys:
+        for name, pattern in choose(key, rename(key)):
+            found.setdefault(name, Sources()).add(key, pattern, converters)
+    return found
 
 
 def reverted(

@@ -21,9 +21,9 @@ from overspill.models.huggingface.checks import (
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
+from overspill.models.huggingface.merge_recipes import MergeRecipes
 from overspill.models.huggingface.packed.files import plain_specs, write_plain, write_plain_texts
 from overspill.models.huggingface.pregate_file import copy_pregates, sample
-from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import model_class
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.tiers.aside import check_new, new_folder
@@ -76,7 +76,7 @@ def merge(
         CheckpointFolder(base_folder) as checkpoint,
         open_lora(folder, model_class(config), config, checkpoint) as lora,
     ):
-        recipes = Recipes(lora.model, lora.layers, checkpoint, lora)
+        recipes = MergeRecipes(checkpoint, lora)
         recipes.check_mergeable()
         dtype = checkpoint.plain_dtype(config)
         size = _plain_size(checkpoint, dtype)
@@ -142,7 +142,11 @@ class _Weights:
     written in `dtype`."""
 
     def __init__(
-        self, checkpoint: CheckpointFolder, lora: LoraTensors, recipes: Recipes, dtype: torch.dtype
+        self,
+        checkpoint: CheckpointFolder,
+        lora: LoraTensors,
+        recipes: MergeRecipes,
+        dtype: torch.dtype,
     ) -> None:
         self._checkpoint, self._lora, self._recipes = checkpoint, lora, recipes
         self._dtype = dtype
@@ -152,7 +156,7 @@ class _Weights:
         """Writes all files and then changes them. Returns samples of what has changed."""
         checkpoint, done = self._checkpoint, 0
         rewritten = bool(checkpoint.packed) or checkpoint.gguf is not None
-        residents: dict[str, str] = {}
+        files: dict[str, str] = {}
         for file in checkpoint.files:
             name = checkpoint.plain_file(file)
             copy = out / name
@@ -160,14 +164,14 @@ class _Weights:
             if rewritten:
                 specs = plain_specs(checkpoint, file, self._dtype)
                 write_plain(checkpoint, specs, copy)
-                residents |= dict.fromkeys(specs, str(name))
+                files |= dict.fromkeys(specs, str(name))
             else:
                 shutil.copyfile(file, copy)
             replace_tensors(copy, self._changed(file))
             done += copy.stat().st_size
             progress("merging", done, size)
         if rewritten:
-            write_plain_texts(out, residents, size)
+            write_plain_texts(out, files, size)
         return self._samples
 
     def _changed(self, file: Path) -> Iterator[tuple[str, Tensor]]:

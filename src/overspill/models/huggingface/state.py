@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.models.huggingface.conversion import Sources, renamer
+from overspill.models.huggingface.conversion import Sources, Target, find_sources
 from overspill.moe.state_dict import PartialStack, dense_tensors, expert_sizes
 
 Given = Tensor | PartialStack
@@ -60,19 +60,17 @@ class _Translation:
 
     def _match(self, given: Mapping[str, Tensor], made: dict[str, Given]) -> dict[str, Sources]:
         """The sources of each tensor of the model; unknown tensors are added to `made`."""
-        found: dict[str, Sources] = {}
-        if not given:
-            return found
-        rename, converters = renamer(self.model, set(self.experts))
-        for key, value in given.items():
-            target, pattern = rename(key)[0]
+
+        def choose(key: str, targets: list[Target]) -> list[Target]:
+            name, pattern = targets[0]  # its converter makes the other targets too
             if pattern is not None and key in self.sizes and self._square(key):
                 raise _load_error(self.model, [_ambiguous(key)])
-            if target not in self.sizes or _expert(key) >= self._n_experts(target, pattern):
-                made[key] = value
-            else:
-                found.setdefault(target, Sources()).add(key, pattern, converters)
-        return found
+            if name in self.sizes and _expert(key) < self._n_experts(name, pattern):
+                return targets[:1]
+            made[key] = given[key]
+            return []
+
+        return find_sources(self.model, set(self.experts), given, choose) if given else {}
 
     def _square(self, key: str) -> bool:
         """Whether the shape of an expert's tensor does not show if it is transposed."""
@@ -166,7 +164,7 @@ def _ambiguous(name: str) -> str:
 
 
 def _incomplete(target: str, sources: Sources, reason: str) -> str:
-    given = sum(len(keys) for keys in sources.keys.values())
+    given = len(sources.all_keys)
     return (
         f"{target} is made of {', '.join(sources.converter.source_patterns)}, which must be in one "
         f"state dict; {given} of them are given: {reason}; overspill.load(folder) reads them from "
