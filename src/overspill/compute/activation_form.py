@@ -5,25 +5,26 @@ from typing import NamedTuple
 
 
 class Function(IntEnum):
-    """The functions that kernels have, by the numbers that Python, the Triton kernels and
-    `Function` of cpu_group.h share."""
+    """Functions of kernels, with the numbers that Python, Triton kernels and `Function` of
+    cpu_group.h share."""
 
     GELU = 0
-    """The exact one, with erf."""
+    """Exact GELU, with erf."""
     SILU = 1
     RELU = 2
-    """Its derivative at 0 is 0."""
+    """ReLU, whose derivative at 0 is 0."""
     CLAMPED = 3
-    """That of GPT-OSS, whose gates and up values alternate: on the CPU, and in decoding steps."""
+    """Activation of GPT-OSS, whose gates and up values alternate; only on the CPU and in decoding
+    steps."""
 
 
 class Form(NamedTuple):
-    """An activation that kernels have: a function, of the gate and times up if `gated`."""
+    """An activation of kernels: a function, or with `gated` the function of the gate times up."""
 
     function: Function
     gated: bool
 
     @classmethod
     def usual(cls, gated: bool) -> "Form":
-        """Gated SiLU or GELU."""
+        """Return gated SiLU, or GELU without a gate."""
         return cls(Function.SILU if gated else Function.GELU, gated)

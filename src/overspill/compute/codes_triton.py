@@ -36,36 +36,38 @@ _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class Matrix(NamedTuple):
-    """A packed matrix [rows, columns] in a record, as a constant of kernels. Planes are given by
-    their first elements; -1: there is none."""
+    """A packed matrix [rows, columns] in a record, as a constant of kernels. Each plane is given by
+    the position of its first element; -1: the matrix has no such plane."""
 
     code: int
     bits: int
-    """4 of K-quants, without those of the plane `high`."""
+    """Bits of a code; 4 for K-quants, without the bits in the plane `high`."""
     rows: int
     columns: int
     row_block: int
     """Rows and columns that share a scale."""
     group: int
     groups: int
-    """Scales of a row."""
+    """Number of scales of a row."""
     codes: int
-    """Bytes."""
+    """Position of the codes, in bytes."""
     scale: int
     scales: int
     zeros: int
-    """Of K-quants: minimums."""
+    """Position of the stored zeros; for K-quants, of the minimums."""
     zero: int
-    """What is subtracted from unsigned codes, without the stored zeros."""
+    """Constant that is subtracted from unsigned codes, besides the stored zeros."""
     factor: int
     divides: bool
     unit: int
-    """Neighbouring int32 that have one scale and are decoded together: 16 bytes where possible."""
+    """Number of neighbouring int32 that have one scale and are decoded together: 16 bytes where
+    possible."""
     high: int
-    """Bytes; an int32 has the bits of a unit."""
+    """Position of the high bits, in bytes; an int32 has the bits of a unit."""
     high_bits: int
     factors: int
-    """Of K-quants: a factor of the scales of 256 columns, or two, the second of minimums."""
+    """Position of the factors of K-quants: one for the scales of 256 columns, or two, the second
+    for minimums."""
     n_factors: int
 
 
@@ -79,7 +81,7 @@ class Planes(NamedTuple):
 
 
 def matrix_of(piece: Piece) -> Matrix:
-    """The constants of a packed piece."""
+    """Return the constants of a packed piece."""
     matrix, stored = piece.matrix, piece.stored
     assert matrix is not None
     row_block, group = matrix.scheme.block
@@ -120,7 +122,8 @@ def _first(piece: Piece, field: str) -> int:
 
 
 def planes_of(piece: Piece, records: Tensor) -> Planes:
-    """Views of the bytes of records, whose kernels find the planes of a packed piece."""
+    """Return the views of the bytes of records in which kernels find the planes of a packed
+    piece."""
 
     def view(field: str) -> Tensor:
         stored = piece.stored.get(field)
@@ -138,7 +141,7 @@ def is_supported(matrix: PackedMatrix) -> bool:
 
 @triton.jit
 def value_of_code(code, CODE: tl.constexpr):
-    """Codes in the lowest bits of int32, as float32."""
+    """Return codes in the lowest bits of int32 as float32."""
     if CODE == _E2M1:
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -158,7 +161,7 @@ def value_of_e4m3(code):
 
 @triton.jit
 def load_scales(scales, row, group, inside, MATRIX: tl.constexpr):
-    """The scales of some rows and groups, as float32, without the factor of all scales."""
+    """Return the scales of some rows and groups as float32, without the factor of all scales."""
     return scale_of(stored_scales(scales, row, group, inside, MATRIX), MATRIX)
 
 
@@ -170,7 +173,7 @@ def stored_scales(scales, row, group, inside, MATRIX: tl.constexpr):
 
 @triton.jit
 def scale_of(stored, MATRIX: tl.constexpr):
-    """Stored scales as float32."""
+    """Return stored scales as float32."""
     if MATRIX.scale == _POWER:
         exponent = stored.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2**-127 is subnormal
@@ -184,7 +187,7 @@ def scale_of(stored, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_factor(factors, here, MATRIX: tl.constexpr):
-    """The factor of all scales."""
+    """Return the factor of all scales."""
     if MATRIX.factor >= 0:
         factor = tl.load(factors + MATRIX.factor, mask=here, other=1.0).to(tl.float32)
         if MATRIX.divides:
@@ -196,7 +199,7 @@ def load_factor(factors, here, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_group_factors(factors, row, group, inside, NUMBER: tl.constexpr, MATRIX: tl.constexpr):
-    """The factors of K-quants for the scales or minimums of some rows and groups."""
+    """Return the factors of K-quants for the scales or minimums of some rows and groups."""
     block = row * (MATRIX.columns // 256) + group * MATRIX.group // 256
     at = MATRIX.factors + block * MATRIX.n_factors + NUMBER
     return tl.load(factors + at, mask=inside, other=0).to(tl.float32)
@@ -204,14 +207,14 @@ def load_group_factors(factors, row, group, inside, NUMBER: tl.constexpr, MATRIX
 
 @triton.jit
 def load_zeros(zeros, row, group, inside, MATRIX: tl.constexpr):
-    """The codes that stand for zero in some rows and groups, as float32."""
+    """Return the codes that stand for zero in some rows and groups, as float32."""
     stored = tl.load(zeros + MATRIX.zeros + row * MATRIX.groups + group, mask=inside, other=0)
     return stored.to(tl.float32) + MATRIX.zero
 
 
 @triton.jit
 def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRIX: tl.constexpr):
-    """The values of some elements of a packed matrix: scale × code, rounded once."""
+    """Return the values of some elements of a packed matrix: scale × code, rounded once."""
     row, column = tl.broadcast(row, column)
     if MATRIX.bits == 4:
         at = MATRIX.codes + row * (MATRIX.columns // 2) + column // 2
@@ -231,7 +234,7 @@ def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRI
 
 @triton.jit
 def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
-    """The scales of some rows and groups with the factor of all scales, rounded once."""
+    """Return the scales of some rows and groups times the factor of all scales, rounded once."""
     scale = load_scales(scales, row, group, inside, MATRIX)
     if MATRIX.factor >= 0:
         factor = tl.load(factors + MATRIX.factor).to(tl.float32)
@@ -248,8 +251,9 @@ def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
 def weight_of_word(
     word, high, zero, scale, PLACE: tl.constexpr, MATRIX: tl.constexpr, KIND: tl.constexpr
 ):
-    """Scale × (code - zero), or scale × code - minimum, for the code at a place of int32, rounded
-    once, with few operations on integers. It lacks `lacking_factor`."""
+    """Return scale × (code - zero), or scale × code - minimum, for the code at a place of int32,
+    rounded once, with few operations on integers. The result must still be multiplied by
+    `lacking_factor`."""
     if MATRIX.code == _E2M1:
         bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
         value = bits.to(tl.float32, bitcast=True) * (scale * 18446744073709551616.0)  # 2**64
@@ -272,8 +276,9 @@ def weight_of_word(
 
 @triton.jit
 def integer_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The integer at a place of int32, from 0 on, times a power of two: in the half of the int32,
-    it begins where its low bits do. The bits of a subnormal number are an integer."""
+    """Return the integer at a place of int32, from 0 on, times a power of two: it stays at the
+    position of its low bits in a half of the int32. As float32, these bits are a subnormal
+    number."""
     HALF: tl.constexpr = 16 // MATRIX.bits
     first: tl.constexpr = MATRIX.bits * (PLACE % HALF)
     if MATRIX.code == _SIGNED:
@@ -292,7 +297,8 @@ def integer_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 @triton.jit
 def value_of_iq4_nl(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The value of the code at a place: a polynomial differs by less than 0.44 and is rounded."""
+    """Return the value of the code at a place: a polynomial differs from it by less than 0.44 and
+    is rounded."""
     one: tl.constexpr = 4194304 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))  # 2**22
     bits = integer_of_word(word, word, PLACE, MATRIX)
     x = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # code / one
@@ -304,8 +310,8 @@ def value_of_iq4_nl(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 @triton.jit
 def lacking_factor(MATRIX: tl.constexpr):
-    """What products with weights of `weight_of_word` lack, about half of the factor of a code: with
-    all of it, or with none, weights of large or small scales could not be float32. Scales from
+    """Return the factor that `weight_of_word` leaves out, about half of the factor of a code. With
+    all of it, or with none, weights with large or small scales would not fit float32. Scales from
     2**-57 to 2**63 are exact."""
     if MATRIX.code == _E2M1:
         return 4611686018427387904.0  # 2**62
@@ -317,7 +323,7 @@ def lacking_factor(MATRIX: tl.constexpr):
 
 @triton.jit
 def zeros_of_words(zeros, factors, row, group, inside, MATRIX: tl.constexpr):
-    """What is subtracted from the codes of int32, or minimums."""
+    """Return the numbers that are subtracted from the codes of int32, or the minimums."""
     if MATRIX.n_factors == 2:
         factor = load_group_factors(factors, row, group, inside, 1, MATRIX)
         return load_zeros(zeros, row, group, inside, MATRIX) * factor
@@ -331,14 +337,14 @@ def zeros_of_words(zeros, factors, row, group, inside, MATRIX: tl.constexpr):
 
 @triton.jit
 def words_of_units(unit, MATRIX: tl.constexpr):
-    """The int32 of some units of a row, [1, units, unit]."""
+    """Return the positions of the int32 of some units in a row, [1, units, unit]."""
     return unit[None, :, None] * MATRIX.unit + tl.arange(0, MATRIX.unit)[None, None, :]
 
 
 @triton.jit
 def high_of_words(high, MATRIX: tl.constexpr):
-    """Of the int32 with the high bits of units [rows, units], those of each word of codes in the
-    lowest place."""
+    """Shift the high bits of units [rows, units] so that the bits for each word of codes are the
+    lowest."""
     if MATRIX.high_bits > 0:
         first = tl.arange(0, MATRIX.unit)[None, None, :] * (8 * MATRIX.high_bits)
         return high[:, :, None] >> first
@@ -348,9 +354,9 @@ def high_of_words(high, MATRIX: tl.constexpr):
 
 @triton.jit
 def term_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The code at a place of int32 as float32, with few operations on integers. It lacks a power of
-    two: a part of it the input gets first (`input_factors`), the rest the sum of products
-    (`sum_units`), which also subtracts zeros."""
+    """Return the code at a place of int32 as float32, with few operations on integers. A power of
+    two is left out: `input_factors` multiplies the inputs by a part of it, `sum_units` the sum of
+    products by the rest. `sum_units` also subtracts zeros."""
     if MATRIX.code == _IQ4_NL:
         value = value_of_iq4_nl(word, PLACE, MATRIX)
     else:
@@ -366,8 +372,8 @@ def term_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 @triton.jit
 def input_factors(column, MATRIX: tl.constexpr):
-    """What the inputs of some columns get first: products with codes in the exponents of subnormal
-    numbers are then exact."""
+    """Return the factors of the inputs of some columns, with which products with subnormal codes
+    are exact."""
     exponent = 64 + 0 * column
     if MATRIX.code == _IQ4_NL:
         exponent = 0 * column
@@ -378,7 +384,7 @@ def input_factors(column, MATRIX: tl.constexpr):
 
 @triton.jit
 def zero_term(value, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """An input as `sum_units` needs it for zeros: its product with code 1."""
+    """Return the product of an input with code 1, which `sum_units` needs for zeros."""
     if MATRIX.code != _UNSIGNED and MATRIX.code != _SIGNED:
         return 0.0
     else:
@@ -388,7 +394,7 @@ def zero_term(value, PLACE: tl.constexpr, MATRIX: tl.constexpr):
 
 @triton.jit
 def sum_units(products, zero_terms, zero, scale, MATRIX: tl.constexpr):
-    """The sums of some units of weights times inputs."""
+    """Return the sums of weights times inputs of some units."""
     total = tl.sum(products, 2)
     if MATRIX.code == _E2M1:
         return total * 4611686018427387904.0 * scale  # 2**62

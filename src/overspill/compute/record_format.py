@@ -1,4 +1,4 @@
-"""The record of an expert with packed weights: its stored parts, one behind the other."""
+"""Records of experts with packed weights: their stored parts, one behind the other."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from overspill.tiers.layout import WeightFormat
 
 _DESCRIBE = ("indices", "size")
 _ALIGN = 64
-"""Each part begins at a multiple, so that vector instructions can read it."""
+"""Alignment of the parts in bytes, so that vector instructions can read them."""
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """What is where in the packed weights of each expert of a model."""
+    """Layout of the packed weights of each expert of a model."""
 
     shape: ExpertShape
     pieces: tuple[Piece, ...]
@@ -46,11 +46,11 @@ class RecordFormat:
         return ExpertArgs((PieceArgs * len(found))(*found), len(found))
 
     def of_layer(self, layer: int) -> "RecordFormat":
-        """The same in all layers."""
+        """Return this format, which is the same in all layers."""
         return self
 
     def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        """Fill the flat weights `out`, in their dtype, from the bytes of a record, with `threads`
         threads on the CPU."""
         for piece in self.pieces:
             if piece.matrix is None:
@@ -63,8 +63,8 @@ class RecordFormat:
     def unpack_several(
         self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
     ) -> None:
-        """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
-        are the token rows of each expert, and `ends` the same on the device, cumulated: experts
+        """Fill the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
+        are the token rows of each expert, and `ends` the cumulative counts on the device: experts
         without rows may be left out."""
         kernels = records.is_cuda and has_triton("packed experts")
         if kernels and torch.cuda.get_device_capability(records.device) >= (8, 0):
@@ -79,7 +79,7 @@ class RecordFormat:
 
 
 def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
-    """A piece for the C++ library, whose matrices have outputs as rows."""
+    """Return a piece for the C++ library, whose matrices have outputs as rows."""
     is_bias = len(shape.sizes[piece.tensor]) == 1
     if piece.matrix is None:
         codes = piece.stored[CODES]
@@ -114,7 +114,8 @@ class MixedFormat:
 
 
 def layer_formats(format: WeightFormat | None, n_layers: int) -> list[RecordFormat]:
-    """The formats of the packed records of all layers; none if records are plain."""
+    """Return the formats of the packed records of all layers; an empty list if records are
+    plain."""
     if format is None:
         return []
     assert isinstance(format, RecordFormat | MixedFormat)
@@ -133,7 +134,7 @@ class FormatBuilder:
     def add(
         self, tensor: int, rows: int, matrix: PackedMatrix | None, parts: Mapping[str, Tensor]
     ) -> None:
-        """The next rows of a tensor."""
+        """Add the next rows of a tensor."""
         stored: dict[str, Stored] = {}
         for field, part in parts.items():
             begin = round_up(self._end, _ALIGN)
@@ -148,6 +149,6 @@ class FormatBuilder:
 
 
 def stored_parts(parts: Parts) -> dict[str, Tensor]:
-    """The parts that records have: the others only describe these."""
+    """Return the parts that records have. The other parts only describe these."""
     found = {field.name: getattr(parts, field.name) for field in fields(parts)}
     return {n: part for n, part in found.items() if part is not None and n not in _DESCRIBE}

@@ -20,7 +20,7 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """Its first byte."""
+    """First byte in the record."""
 
     @property
     def end(self) -> int:
@@ -37,20 +37,20 @@ class Piece:
     tensor: int
     """Number of the tensor: w_in, w_out, b_in, b_out."""
     begin: int
-    """First row."""
+    """First row in the tensor."""
     rows: int
     matrix: PackedMatrix | None
     stored: Mapping[str, Stored]
-    """By the fields of `Parts`; a plain piece has codes alone."""
+    """Stored tensors by the fields of `Parts`; a plain piece has codes alone."""
 
     def copy_plain(self, shape: ExpertShape, records: Tensor, out: Tensor) -> None:
-        """Copies a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""
+        """Copy a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""
         stored = self.stored[CODES]
         plain = records[:, stored.begin : stored.end].view(stored.dtype)
         self.rows_of(shape, out).copy_(plain.unflatten(1, stored.shape))
 
     def rows_of(self, shape: ExpertShape, weights: Tensor) -> Tensor:
-        """The rows of this piece in flat weights [n, numel], as [n, rows, ...]."""
+        """Return the rows of this piece in flat weights [n, numel], as [n, rows, ...]."""
         size, start = shape.sizes[self.tensor], shape.starts[self.tensor]
         tensor: Tensor = weights[:, start : start + math.prod(size)].unflatten(1, size)
         return tensor[:, self.begin : self.begin + self.rows]

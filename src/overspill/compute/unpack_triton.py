@@ -32,7 +32,7 @@ def is_supported(pieces: Sequence[Piece]) -> bool:
 def unpack(
     shape: ExpertShape, pieces: Sequence[Piece], records: Tensor, out: Tensor, ends: Tensor
 ) -> None:
-    """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `ends` are the
+    """Fill the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `ends` are the
     cumulative numbers of token rows: experts without rows are left out."""
     for piece in pieces:
         if piece.matrix is None:

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The experts of several tokens: an expert is read once for all tokens that use it.
+"""Experts of several tokens: an expert is read once for all tokens that use it.
 
 Pairs of a token and an expert are divided into groups with the same expert. A program computes a
 part of one group, and the first pair of a group stands for it.
@@ -36,7 +36,7 @@ from overspill.compute.decode.packing import PackedRecords, at_record
 from overspill.compute.grouped_triton import WIDEN
 
 _TOKENS = 16
-"""Pairs of a group: the fewest that a product of tensor cores has."""
+"""Largest number of pairs of a group: the fewest columns that a product on tensor cores has."""
 
 
 def experts_of_several(
@@ -52,7 +52,8 @@ def experts_of_several(
     low_in: LowRankPart,
     low: LowRankRecords,
 ) -> Tensor:
-    """An expert of several tokens is read once: the program of its first token computes all."""
+    """Compute the experts of several tokens. Each is read once: the program of its first token
+    computes all of them."""
     (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
     pairs, device = batch * top_k, x_BD.device
     groups = torch.empty(pairs, 1 + _TOKENS, dtype=torch.int32, device=device)
@@ -90,8 +91,8 @@ def _divide_kernel(
     offsets, groups, ready, done, missed, n_rows, n_pairs, PAIRS: tl.constexpr,
     TOKENS: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each pair how many pairs its group has, if it is the first one, or 0; and itself
-    to the place in its group."""
+    """Writes for each pair the number of pairs of its group if it is the first of them, or 0; and
+    the number of the pair to its place in the group."""
     pair = tl.program_id(0)
     after(EARLY)
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
@@ -245,8 +246,8 @@ def _packed_products(
     UP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows of packed matrices with several tokens. Weights are rounded to the type of
-    the inputs as unpacked ones."""
+    """Return the products of rows of packed matrices with several tokens. Weights are rounded to
+    the type of the inputs, like unpacked weights."""
     each: tl.constexpr = 32 // GATE.bits
     words: tl.constexpr = GATE.columns // each
     KIND: tl.constexpr = tl.float32 if WIDEN else tokens.dtype.element_ty
@@ -274,8 +275,8 @@ def _weights(
     codes, scales, zeros, factors, rows, there, start, MATRIX: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The weights of some rows, and of int32 from `start` on, in the order of columns and without
-    `lacking_factor`."""
+    """Return the weights of some rows, and of int32 from `start` on, in the order of columns and
+    without `lacking_factor`."""
     each: tl.constexpr = 32 // MATRIX.bits
     count: tl.constexpr = MATRIX.columns // each
     UNITS: tl.constexpr = COLUMNS // each // MATRIX.unit

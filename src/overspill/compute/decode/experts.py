@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The experts of each token: a program reads a part of one expert for one token."""
+"""Experts of each token: a program reads a part of one expert for one token."""
 
 import torch
 import triton
@@ -33,10 +33,10 @@ def experts(
     packed: PackedRecords | None = None,
     low: LowRankRecords | None = None,
 ) -> Tensor:
-    """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
-    record of an expert begins at `base` plus its offset, in elements of `base`, which are bytes if
-    records are `packed`; `low` are the low-rank parts in records. `request` is sent to the CPU
-    first."""
+    """Return the weighted sum over the experts of each token that are on the device, [B, D],
+    float32. The record of an expert begins at `base` plus its offset, in elements of `base`, which
+    are bytes if records are `packed`; `low` are the low-rank parts in records. `request` is sent to
+    the CPU first."""
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)

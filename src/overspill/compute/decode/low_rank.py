@@ -6,7 +6,7 @@
 
 A kernel of its own computes A @ x of each pair of a token and an expert; the kernels that multiply
 the weights multiply B, which is short, and add it to their sums. It waits for the kernel before it,
-so those of one token begin at once, and wait for it where they multiply B.
+so the kernels of one token begin at once, and wait for it where they multiply B.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from overspill.tiers.layout import LowRankPlanes, RecordLayout
 
 _BLOCK = 2048
 _RANKS = tl.constexpr(16)
-"""Ranks that a product with several tokens sums at once: the fewest that `tl.dot` has."""
+"""Number of ranks that a product with several tokens sums at once: the fewest that `tl.dot` has."""
 
 
 class LowRankMatrices(NamedTuple):
@@ -37,7 +37,7 @@ class LowRankMatrices(NamedTuple):
     lanes: int
     """Power of 2 that is not below the rank."""
     in_bytes: bool
-    """Whether the offsets of records count bytes, and not elements of these matrices."""
+    """Whether the offsets of records count bytes instead of elements of these matrices."""
 
 
 class LowRankRecords(NamedTuple):
@@ -57,7 +57,8 @@ class LowRankPart(NamedTuple):
 
 
 def low_rank_records(layout: RecordLayout, base: Tensor) -> LowRankRecords | None:
-    """Records are found relative to `base`; None if they have no low-rank parts."""
+    """Return the low-rank parts of records, which are found relative to `base`; None if there are
+    none."""
     if not any(layout.ranks):
         return None
     packed = layout.format is not None
@@ -83,10 +84,10 @@ def shrink(
     matrix: Matrix | None = None,
     scaled: bool = False,
 ) -> LowRankPart:
-    """A @ x of the experts of each token that are on the device; `x_ND` has a row for each token,
-    or for each pair. `flags` send a request to the CPU first; without `factors` nothing is
-    launched. With `matrix` the inputs are ordered for it, `by_places`; `scaled`: and are times its
-    `input_factors`."""
+    """Return A @ x of the experts of each token that are on the device; `x_ND` has a row for each
+    token, or for each pair. `flags` send a request to the CPU first; without `factors` nothing is
+    launched. With `matrix` the inputs are in its order, `by_places`; with `scaled` they are
+    multiplied by its `input_factors`."""
     if factors is None:
         return LowRankPart(memory, memory, None)
     pairs, width = offsets_BK.numel(), x_ND.shape[1]
@@ -128,7 +129,7 @@ def _shrink_kernel(
 
 @triton.jit
 def low_rank_of(low, offset, LOW: tl.constexpr):
-    """The record at this offset."""
+    """Return the low-rank matrices of the record at this offset."""
     if LOW.in_bytes:
         return at_record(low, offset)
     return low + tl.multiple_of(offset, 16)
@@ -136,7 +137,7 @@ def low_rank_of(low, offset, LOW: tl.constexpr):
 
 @triton.jit
 def expand(low, offset, shrunk, rows, there, LOW: tl.constexpr):
-    """Terms of rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`: of each rank."""
+    """Return the terms of rows of B @ (A @ x) of one pair for each rank; A @ x is at `shrunk`."""
     ranks = tl.arange(0, LOW.lanes)
     inside = ranks < LOW.rank
     at = low_rank_of(low, offset, LOW) + LOW.b + rows[:, None] * LOW.padded + ranks[None, :]
@@ -150,8 +151,8 @@ def sum_expanded(
     low, offsets, weights, shrunk, first, rows, there, TOP_K: tl.constexpr, ROWS: tl.constexpr,
     LOW: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weighted sum of B @ (A @ x) over the experts of a token, whose pairs are those
-    from `first` on."""
+    """Return rows of the weighted sum of B @ (A @ x) over the experts of a token, whose pairs begin
+    at `first`."""
     LANES: tl.constexpr = LOW.lanes
     terms = tl.zeros((ROWS, LANES), tl.float32)
     for k in tl.static_range(TOP_K):

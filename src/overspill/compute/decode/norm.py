@@ -24,7 +24,7 @@ def add_norm(
     shift: float = 0.0,
 ) -> Tensor:
     """Adds up to two parts [B, D] and the rows of the CPU to the residual, in place; returns its
-    RMS norm, or its layer norm if that has a bias, multiplied by `scale`. `shift` is added to the
+    RMS norm, or with a bias its layer norm, multiplied by `scale`. `shift` is added to the
     weight."""
     n_rows, width = residual_BD.shape
     out = torch.empty_like(residual_BD)
