@@ -1,4 +1,4 @@
-"""Layers whose experts can be moved to an engine, and what is required of them."""
+"""Layers whose experts can be moved to an engine, and checks of them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -21,7 +21,7 @@ class ExpertLayer(Protocol):
 
     @property
     def experts(self) -> ExpertPlaceholder:
-        """The placeholder that `give_away` leaves."""
+        """Placeholder that `give_away` leaves."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -31,21 +31,21 @@ class ExpertLayer(Protocol):
 
     @property
     def trained(self) -> bool:
-        """Whether its experts are not frozen; before they are given away."""
+        """Whether the experts are not frozen. Valid before they are given away."""
 
     def activation(self) -> Activation | None:
-        """The function between the two matrices; None: the usual one. Before they are given
-        away."""
+        """Return the function between the two matrices; None for gated SiLU, or GELU without a
+        gate. Call it before the experts are given away."""
 
     def expert_parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that will be released."""
+        """Return the parameters that `give_away` releases."""
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Copies the weights of an expert into its flat record. Random weights are drawn on
+        """Copy the weights of an expert into its flat record. Random weights are drawn on
         `device`."""
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        """Releases the parameters and leaves a placeholder."""
+        """Release the parameters and leave a placeholder."""
 
 
 def check_layers(layers: Mapping[str, ExpertLayer], training: bool) -> None:

@@ -29,7 +29,7 @@ IMPLEMENTATION = "overspill"
 
 
 def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
-    """Makes a model whose experts were given away call the engine."""
+    """Make a model whose experts were given away call the engine. Returns the model."""
     register()
     first = layers[0]
     if isinstance(first, DictionaryExperts):
@@ -85,7 +85,7 @@ def _num_parameters(
     only_trainable: bool = False,
     exclude_embeddings: bool = False,
 ) -> int:
-    """As transformers counts, with the offloaded experts."""
+    """Count parameters like transformers, with the offloaded experts."""
     model = own()
     engine: Engine = model.overspill
     placeholders = [p for p in model.parameters() if hasattr(p, "is_expert_placeholder")]
@@ -99,8 +99,8 @@ def _num_parameters(
 def _checked_apply(
     own: Callable[[], Any], plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Called by `.to()`, `.half()` and similar methods. Raises if they would change the device or
-    dtype, since the experts cannot follow."""
+    """Apply `function` for `.to()`, `.half()` and similar methods. Raises if they would change the
+    device or dtype, since the experts cannot follow."""
     model = own()
     engine: Engine = model.overspill
     probe = function(torch.empty(0, dtype=engine.dtype, device=engine.device))

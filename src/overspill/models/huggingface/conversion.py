@@ -20,7 +20,8 @@ class Sources:
 
     converter: Any = None
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """By source pattern of the converter, in natural order; without a converter, under ""."""
+    """Names of tensors by source pattern of the converter, in natural order; without a converter,
+    under ""."""
 
     @property
     def all_keys(self) -> list[str]:
@@ -43,7 +44,7 @@ class Sources:
         )
 
     def parts(self, expert: int) -> list[str]:
-        """The tensors of one expert, where each has its own."""
+        """Return the tensors of one expert, if each expert has tensors of its own."""
         patterns = [p for p in self.converter.source_patterns if p in self.keys]
         return [self.keys[pattern][expert] for pattern in patterns]
 
@@ -59,7 +60,7 @@ class Sources:
         shape: tuple[int, ...],
         config: Any,
     ) -> dict[str, Tensor]:
-        """Runs the converter on (key, pattern, tensor); `shape` is that of the target."""
+        """Run the converter on (key, pattern, tensor); `shape` is the shape of the target."""
         converter = deepcopy(self.converter)
         for key, pattern, tensor in tensors:
             converter.add_tensor(target, key, pattern, tensor)
@@ -68,7 +69,7 @@ class Sources:
 
 
 class _Target:
-    """Takes the place of the model in converters that read the shape of their target."""
+    """Replacement of the model for converters that read the shape of their target."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
@@ -136,8 +137,8 @@ def find_sources(
 def reverted(
     model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Experts' tensors of a model with the names and layout of the original checkpoint;
-    `conversions` are those of `model_conversions`."""
+    """Return experts' tensors of a model with the names and layout of the original checkpoint;
+    `conversions` is the result of `model_conversions`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stand_in: Any = _WithExperts(model, conversions, tensors)
@@ -146,8 +147,8 @@ def reverted(
 
 
 class _WithExperts:
-    """A model that has its conversions, and the experts' parameters for converters that read their
-    shapes."""
+    """Replacement of a model with its conversions, and with the experts' parameters for converters
+    that read their shapes."""
 
     def __init__(self, model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]) -> None:
         self._model, self._tensors = model, tensors

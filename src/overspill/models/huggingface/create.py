@@ -32,7 +32,7 @@ from overspill.tiers.aside import check_new, new_folder
 
 _SHARD_BYTES = 5 * 10**9  # as in save_pretrained
 _WRITERS = 16
-"""The most threads that draw experts; each holds one in memory."""
+"""Largest number of threads that draw experts; each holds one in memory."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -45,10 +45,10 @@ class Created:
     model_type: str
     parameters: int
     bytes: int
-    """Size of the weights."""
+    """Size of the weights in bytes."""
     moe_blocks: int
     experts: int
-    """Experts in each MoE block."""
+    """Number of experts in each MoE block."""
 
 
 def create(
@@ -125,7 +125,7 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
 
 
 class _Counter:
-    """Adds up the bytes that several threads have written."""
+    """Sum of the bytes that several threads have written."""
 
     def __init__(self, done: int, total: int, progress: Progress) -> None:
         self._done, self._total, self._progress = done, total, progress

@@ -26,7 +26,7 @@ _COUNTS = (
 
 
 def find_experts(model: Any) -> list[HuggingFaceExperts]:
-    """The experts modules of a model, lowest first. Raises for experts that Overspill cannot
+    """Return the experts modules of a model, lowest first. Raises for experts that Overspill cannot
     compute exactly, before anything is moved."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     found: list[HuggingFaceExperts] = []
@@ -50,8 +50,8 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
 
 
 def experts_paths(model: Any) -> list[str]:
-    """Paths of the modules with experts, lowest first, whether they are offloaded or not; of a
-    GPT-MoE the MoE layers. Raises for a transformers model that is not supported."""
+    """Return the paths of the modules with experts, lowest first, whether they are offloaded or
+    not; of a GPT-MoE the MoE layers. Raises for a transformers model that is not supported."""
     if not hasattr(model, "set_experts_implementation"):
         return [path for path, module in model.named_modules() if isinstance(module, MoE)]
     found = [
@@ -68,7 +68,7 @@ def experts_paths(model: Any) -> list[str]:
 
 
 def _empty_field(model: Any) -> str:
-    """The field of the config that gives the number of experts as 0."""
+    """Return the field of the config that gives the number of experts as 0."""
     text = model.config.get_text_config()
     names = [count for count in _COUNTS if getattr(text, count, None) == 0]
     return str(text.attribute_map.get(names[0], names[0])) if names else "the number of experts"

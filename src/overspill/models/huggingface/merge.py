@@ -48,9 +48,10 @@ class Merged:
     adapter: str
     base: str
     tensors: int
-    """Tensors of the model that the adapter has changed; all experts of a layer are two."""
+    """Number of tensors of the model that the adapter has changed; all experts of a layer count as
+    two."""
     bytes: int
-    """Size of the weights."""
+    """Size of the weights in bytes."""
 
 
 def merge(
@@ -126,7 +127,7 @@ def _write_texts(base: Path, config: Any, out: Path) -> None:
 
 
 def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
-    """Bytes of the files of the weights, packed ones unpacked."""
+    """Return the bytes of the files of the weights, with packed weights unpacked."""
     packed = checkpoint.packed.values()
     stored = {part for tensor in packed for part in tensor.parts.values()}
     more = sum(tensor.spec.numel * dtype.itemsize for tensor in packed)
@@ -138,8 +139,8 @@ def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
 
 
 class _Weights:
-    """The files of the weights, of which some tensors are changed. Those of a packed checkpoint are
-    written in `dtype`."""
+    """Files of the weights, of which some tensors are changed. Packed weights are written in
+    `dtype`."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class _Weights:
         self._samples: dict[str, Tensor] = {}
 
     def write(self, out: Path, size: int, progress: Progress) -> dict[str, Tensor]:
-        """Writes all files and then changes them. Returns samples of what has changed."""
+        """Write all files and then change them. Returns samples of the changed tensors."""
         checkpoint, done = self._checkpoint, 0
         rewritten = bool(checkpoint.packed) or checkpoint.gguf is not None
         files: dict[str, str] = {}
@@ -175,7 +176,7 @@ class _Weights:
         return self._samples
 
     def _changed(self, file: Path) -> Iterator[tuple[str, Tensor]]:
-        """The changed tensors of one file."""
+        """Yield the changed tensors of one file."""
         checkpoint = self._checkpoint
         for name, key in self._lora.keys.items():
             if checkpoint.file_of(key) == file:

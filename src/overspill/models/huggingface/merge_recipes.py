@@ -23,7 +23,7 @@ class MergeRecipes(Recipes):
         self._adapter = lora
 
     def check_mergeable(self) -> None:
-        """Raises if changed experts cannot be written in the layout of the checkpoint."""
+        """Raise if changed experts cannot be written in the layout of the checkpoint."""
         for layer in self.layers:
             for place in layer.places(0):
                 name = f"{layer.path}.{place.name}"
@@ -36,7 +36,7 @@ class MergeRecipes(Recipes):
                     )
 
     def _can_revert(self, layer: HuggingFaceExperts, place: Place, name: str) -> bool:
-        """Whether changed experts of a stack can take their place in the checkpoint: if the
+        """Return whether changed experts of a stack can be written to the checkpoint: if the
         family's own code makes them of another stack, it must be reversible."""
         sources = self._sources[name]
         if not sources.is_converted:
@@ -57,8 +57,8 @@ class MergeRecipes(Recipes):
         return model_conversions(self.model)
 
     def changed(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the checkpoint with stacked experts that the adapter changes, one at a
-        time; of those that are `wanted`."""
+        """Yield the tensors of the checkpoint with stacked experts that the adapter changes and
+        that are `wanted`, one at a time."""
         for layer in self.layers:
             for number, place in enumerate(layer.places(0)):
                 name = f"{layer.path}.{place.name}"

@@ -1,8 +1,8 @@
 """`pregates.safetensors`: the pre-gates of a model, beside its checkpoint.
 
 The checkpoint itself has the conventional gates, so that transformers loads the conventional model.
-The file has both, and some numbers of each other tensor: by them a file of another model, or of
-another training of it, is recognised.
+The file has both gates, and samples of each other tensor, which show whether it belongs to another
+model, or to another training of the model.
 """
 
 import functools
@@ -23,11 +23,11 @@ FILE = "pregates.safetensors"
 _FORMAT, _WITHOUT_SAMPLES = "overspill-pregates-2", "overspill-pregates-1"
 OWN, CONVENTIONAL, SAMPLE = "pregate.", "gate.", "sample."
 _SAMPLES = 1024
-"""Numbers of a tensor at most."""
+"""Largest number of sampled elements of a tensor."""
 
 
 def gate_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the pre-gates, with their names in the model's state dict."""
+    """Return the tensors of the pre-gates, with their names in the model's state dict."""
     return {
         f"{path}.{name}": tensor
         for path, gate, position in positions(model)
@@ -37,7 +37,7 @@ def gate_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def conventional_gates(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that the pre-gates have replaced."""
+    """Return the tensors that the pre-gates have replaced."""
     return {
         f"{path}.{name}": tensor
         for path, _, position in positions(model)
@@ -49,7 +49,7 @@ def conventional_gates(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_with_pregates(model: Any) -> None:
-    """Makes `model.save_pretrained` write the conventional model, and the pre-gates beside it."""
+    """Make `model.save_pretrained` write the conventional model, and the pre-gates beside it."""
     kind: Any = type(model)  # mypy does not accept a type as hashable
     model.__class__ = _saving(kind)
 
@@ -86,7 +86,7 @@ def _saving(kind: type[Any]) -> type[Any]:
 
 
 def other_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters outside of gates and experts."""
+    """Return the parameters outside of gates and experts."""
     gates = {id(p) for _, gate, _ in positions(model) for p in gate.parameters()}
     experts = tuple(f"{path}." for path in experts_paths(model))
     return {
@@ -98,7 +98,7 @@ def other_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def sample(tensor: Tensor) -> Tensor:
-    """Numbers from everywhere in a tensor: training changes few of them in bf16."""
+    """Return elements from everywhere in a tensor; in bf16 training changes few of them."""
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // _SAMPLES)
     return flat[::step][:_SAMPLES].cpu()
@@ -123,7 +123,7 @@ def _write(folder: Path, model: Any, own: dict[str, Tensor], samples: dict[str, 
 
 
 def saved_gates(folder: Path) -> set[str]:
-    """The names of the gates in a folder that pre-gates replace."""
+    """Return the names of the gates in a folder that pre-gates replace."""
     path = folder / FILE
     if not os.path.lexists(path):
         return set()
@@ -132,8 +132,8 @@ def saved_gates(folder: Path) -> set[str]:
 
 
 def copy_pregates(folder: Path, out: Path, samples: dict[str, Tensor]) -> None:
-    """Copies the file to the folder of a model in which other tensors have changed: `samples` are
-    theirs."""
+    """Copy the file to the folder of a model in which other tensors have changed: `samples` are
+    samples of these."""
     from safetensors.torch import save_file
 
     path = folder / FILE
@@ -146,13 +146,13 @@ def copy_pregates(folder: Path, out: Path, samples: dict[str, Tensor]) -> None:
 
 
 def saved_level(folder: Path) -> int | None:
-    """The level of the pre-gates in a folder; None if there are none."""
+    """Return the level of the pre-gates in a folder; None if there are none."""
     path = folder / FILE
     return int(read_file(path)[0]["level"]) if os.path.lexists(path) else None
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The metadata and the tensors of the file."""
+    """Return the metadata and the tensors of the file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,5 @@
-"""The pre-gates of a checkpoint: found to fit its conventional model, and added to it."""
+"""Reads the pre-gates of a checkpoint, checks that they fit its conventional model, and adds
+them."""
 
 import os
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ from overspill.models.pregate import check_level, find_chains, pregate
 
 @dataclass(frozen=True)
 class SavedPregates:
-    """The content of the file, found to fit a model."""
+    """Pre-gates of a file that fits a model."""
 
     level: int
     tensors: dict[str, Tensor]
 
     def add_to(self, model: nn.Module) -> None:
-        """Gives a conventional model its pre-gates."""
+        """Give a conventional model its pre-gates."""
         pregate(model, self.level)
         self._copy_to(model)
         cast_routers(model)
@@ -45,7 +46,8 @@ class SavedPregates:
 
 
 def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
-    """The pre-gates in a folder whose conventional model is `model`; None if there are none."""
+    """Return the pre-gates in a folder whose conventional model is `model`; None if there are
+    none."""
     path = folder / FILE
     if not os.path.lexists(path):  # a link to nothing is refused below
         return None
@@ -95,7 +97,7 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
 
 
 def _equal(saved: Tensor, loaded: Tensor) -> bool:
-    """After loading, which may change the type. NaN equals NaN."""
+    """Return whether tensors are equal after loading, which may change the type. NaN equals NaN."""
     saved = saved.to(loaded.dtype)
     return (
         saved.shape == loaded.shape

@@ -1,4 +1,4 @@
-"""How to read a model's experts from a checkpoint, one expert at a time."""
+"""Reads a model's experts from a checkpoint, one expert at a time."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,18 @@ from overspill.tiers.safetensors_stream import TensorSpec
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint, by name."""
+    """Tensors of a checkpoint, by name."""
 
     folder: Path
     specs: dict[str, TensorSpec]
     packed: dict[str, PackedTensor]
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
-        """Fills `out`, in its dtype, with the elements of a tensor from `offset` on."""
+        """Fill `out`, in its dtype, with the elements of a tensor from `offset` on."""
 
 
 class Recipes:
-    """The sources of every expert tensor, checked before any memory is allocated."""
+    """Sources of every expert tensor, checked before any memory is allocated."""
 
     format = None
     ranks = NO_LOW_RANKS
@@ -47,8 +47,8 @@ class Recipes:
         lora: LoraTensors | None = None,
         adds_to_experts: bool = True,
     ) -> None:
-        """`lora` is an adapter that is added to the experts; only to those in tensors of their own
-        unless `adds_to_experts`."""
+        """`lora` is an adapter that is added to the experts. Without `adds_to_experts`, it is only
+        added to experts that are not in stacks."""
         self.model, self.layers, self.folder, self._lora = model, layers, folder, lora
         self._adds_to_stacks = adds_to_experts
         self._sources = self._match()
@@ -103,7 +103,7 @@ class Recipes:
     def _shape(
         self, sources: Sources, place: Place, name: str, size: tuple[int, ...]
     ) -> tuple[str, tuple[int, ...]]:
-        """A source of the tensor, and the shape that it gives the tensor."""
+        """Return a source of the tensor, and the shape that it gives the tensor."""
         specs = self.folder.specs
         if sources.converter is None:
             (key,) = sources.keys[""]
@@ -121,17 +121,18 @@ class Recipes:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that `fill` needs beside a record, where experts are converted while loading."""
+        """Bytes that `fill` needs besides a record, if experts are converted while loading."""
         layer = self.layers[0]
         return 2 * layer.shape.numel * layer.dtype.itemsize if self._copies else 0
 
     def name(self, expert: ExpertId, number: int) -> str:
-        """The name in the model of a tensor of an expert."""
+        """Return the name in the model of a tensor of an expert."""
         layer = self.layers[expert.layer]
         return f"{layer.path}.{layer.places(expert.index)[number].name}"
 
     def dtypes(self, expert: ExpertId) -> tuple[torch.dtype, ...]:
-        """The types of the tensors of an expert in the checkpoint, which hold all its values."""
+        """Return the types of the tensors of an expert in the checkpoint, which represent all its
+        values."""
         specs, layer = self.folder.specs, self.layers[expert.layer]
         found = []
         for place in layer.places(expert.index):
@@ -144,12 +145,13 @@ class Recipes:
 
     @property
     def keys(self) -> list[str]:
-        """The tensors of the checkpoint with experts."""
+        """Names of the tensors of the checkpoint with experts."""
         return [key for sources in self._sources.values() for key in sources.all_keys]
 
     @property
     def converted(self) -> str | None:
-        """The name of a tensor of experts that the family's own code makes of the stored ones."""
+        """Name of a tensor of experts that the family's own code makes of stored tensors; None
+        without such a tensor."""
         made = (name for name, sources in self._sources.items() if sources.is_converted)
         return next(made, None)
 
@@ -164,8 +166,8 @@ class Recipes:
         )
 
     def stored(self, expert: ExpertId) -> Iterator[tuple[int, str, int]]:
-        """The tensors of the checkpoint below each other in an expert's record: number of the
-        expert's tensor, name, index in a stack. Raises if they are not what the record has."""
+        """Yield the tensors of the checkpoint that follow each other in an expert's record: number
+        of the expert's tensor, name, index in a stack. Raises if the record needs other values."""
         layer = self.layers[expert.layer]
         for number, place in enumerate(layer.places(expert.index)):
             name = f"{layer.path}.{place.name}"
@@ -188,7 +190,7 @@ class Recipes:
                 )
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        """Reads one expert into its record."""
+        """Read one expert into its record."""
         layer = self.layers[expert.layer]
         parts = split_record(record, layer.shape)
         for place, part in zip(layer.places(expert.index), parts, strict=True):
@@ -200,13 +202,13 @@ class Recipes:
                 read(part)
 
     def _changes(self, name: str) -> bool:
-        """Whether the adapter is added to a tensor of experts."""
+        """Return whether the adapter is added to a tensor of experts."""
         if self._lora is None or (name in self._lora.stacks and not self._adds_to_stacks):
             return False
         return self._lora.changes(name)
 
     def _read(self, name: str, place: Place, part: Tensor) -> None:
-        """Reads one tensor of an expert."""
+        """Read one tensor of an expert."""
         sources = self._sources[name]
         if sources.converter is None:
             (key,) = sources.keys[""]
@@ -233,7 +235,7 @@ class Recipes:
         size: tuple[int, ...],
         read: Callable[[torch.dtype, tuple[int, ...], str, int], Tensor],
     ) -> Tensor:
-        """Runs the family's converter on the tensors of one expert, as a stack of one."""
+        """Run the family's converter on the tensors of one expert, as a stack of one."""
         expert = place.expert or 0
 
         def tensors() -> Iterator[tuple[str, str, Tensor]]:

@@ -18,41 +18,41 @@ from overspill.plan.order import StageVisit
 
 MicroBatch = Mapping[str, Any]
 Take = Callable[[int, Any], Tensor | None]
-"""Gets the number of a micro-batch and what the model returns for it; returns its loss."""
+"""Function from the number of a micro-batch and the model's result for it to its loss."""
 
 
 class Accumulates(Protocol):
     """Methods of the optimizer that a step uses."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes in the context do not complete the gradients."""
+        """Context in which backward passes do not complete the gradients."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of this process."""
+    """Stage of this process."""
 
     number: int
     blocks: range
     layers: range
-    """Its MoE layers, as the engine numbers them."""
+    """MoE layers of the stage, as the engine numbers them."""
     is_last: bool
 
 
 @dataclass(eq=False)
 class _Passed:
-    """A tensor that has passed from one stage to the next, until its gradient has come back."""
+    """Tensor that has passed from one stage to the next and whose gradient has not come back."""
 
     like: Tensor
-    """Of the same size, without memory."""
+    """Tensor of the same size without memory."""
     end: GradientEdge | None
     """Edge of the graph at which the backward of the stage before begins; None: it runs on another
     rank, or there is none."""
     value: Tensor | Parked | None
-    """For the next stage."""
+    """Value for the next stage."""
     needs_grad: bool
     grad: Tensor | Parked | None = None
-    """From the next stage."""
+    """Gradient from the next stage."""
 
 
 @dataclass(eq=False)
@@ -64,19 +64,19 @@ class StagedPass:
     stages: Sequence[Stage]
     engine: Engine
     link: StageLink | None
-    """To the ranks of other stages; None: all are here."""
+    """Connection to the ranks of other stages; None: all stages are in this process."""
     activations: ParkedActivations | None
-    """None: activations stay on the device."""
+    """Activations in host memory; None: activations stay on the device."""
     micro_batches: Sequence[MicroBatch]
     take: Take
     optimizer: Accumulates | None = None
     _passed: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
-    """By the stage and the micro-batch that they come from."""
+    """Passed tensors by the stage and the micro-batch that they come from."""
     _ahead: dict[tuple[int, int], Ahead] = field(default_factory=dict)
-    """The form of the results of pre-gates among them."""
+    """Form of the results of pre-gates among the passed tensors."""
 
     def run(self, backward: bool) -> None:
-        """The forward of all micro-batches, then their backward."""
+        """Run the forward of all micro-batches, then their backward."""
         what = "a backward in stages" if backward else "a forward in stages"
         try:
             with nullcontext() if self.link is None else self.link.together(what):
@@ -162,7 +162,7 @@ class StagedPass:
     # -- backward ---------------------------------------------------------------------------
 
     def _end(self, stage: Stage, number: int, result: Any, backward: bool) -> None:
-        """The last stage: the backward of a micro-batch follows its forward."""
+        """Run the last stage, where the backward of a micro-batch follows its forward."""
         loss = self.take(number, result)
         del result
         if not backward:
@@ -197,7 +197,8 @@ class StagedPass:
             activations.advance()
 
     def _send_back(self, stage: Stage, number: int) -> None:
-        """The backward of a micro-batch has passed a stage."""
+        """Release the activations of a stage after the backward of a micro-batch, and send
+        gradients to the rank of the stage before."""
         if self.activations is not None:
             self.activations.forget((stage, number))
         if self.link is None or not stage.number:
@@ -214,7 +215,7 @@ class StagedPass:
         last = number == len(self.micro_batches) - 1
         return nullcontext() if last or self.optimizer is None else self.optimizer.accumulate()
 
-    # -- what waits in host memory ------------------------------------------------------------
+    # -- tensors in host memory ---------------------------------------------------------------
 
     def _park(self, tensor: Tensor, label: str) -> Tensor | Parked:
         return tensor if self.activations is None else self.activations.park(tensor, label)
