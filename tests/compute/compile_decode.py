@@ -13,10 +13,10 @@ from triton.compiler import ASTSource
 from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode import (
     attention,
+    cpu,
     delta,
     expert_groups,
     experts,
-    host,
     linear,
     low_rank,
     migrate,
@@ -36,7 +36,7 @@ KERNELS = {
         delta,
         expert_groups,
         experts,
-        host,
+        cpu,
         linear,
         low_rank,
         migrate,
@@ -95,13 +95,13 @@ OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "LOW": None,
     "ROWS": 1, "BLOCK": 256,
 }  # fmt: skip
-ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
+HINT = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
 CASES = [
     ("_add_norm_kernel", NORM, HOST),
     ("_add_norm_kernel", NORM | {"HOST": 2, "BIAS": True}, HOST | {"bias": "*bf16"}),
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
-    ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
+    ("_hint_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, HINT),
     ("_gate_kernel", {"FUNCTION": 1, "BLOCK": 512}, {}),
     ("_linear_kernel", LINEAR, {}),
     ("_linear_kernel", LINEAR | {"GATE": 1}, {}),

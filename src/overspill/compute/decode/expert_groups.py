@@ -13,15 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import (
-    Planes,
-    exact_scales,
-    high_of_words,
-    lacking_factor,
-    weight_of_word,
-    words_of_units,
-    zeros_of_words,
-)
+from overspill.compute.codes_triton import Planes, exact_scales
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.cpu import RequestArguments, request_arguments, send_request
@@ -33,6 +25,13 @@ from overspill.compute.decode.low_rank import (
     shrink,
 )
 from overspill.compute.decode.packing import PackedRecords, at_record
+from overspill.compute.decode.words import (
+    high_of_words,
+    lacking_factor,
+    weight_of_word,
+    words_of_units,
+    zeros_of_words,
+)
 from overspill.compute.grouped_triton import WIDEN
 
 _TOKENS = 16

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import Matrix, input_factors
+from overspill.compute.codes_triton import Matrix
 from overspill.compute.decode.cpu import RequestArguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
 from overspill.compute.decode.packing import at_record, by_places
+from overspill.compute.decode.words import input_factors
 from overspill.tiers.layout import LowRankPlanes, RecordLayout
 
 _BLOCK = 2048

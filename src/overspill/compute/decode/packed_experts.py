@@ -14,15 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import (
-    high_of_words,
-    input_factors,
-    load_factor,
-    sum_units,
-    term_of_word,
-    words_of_units,
-    zero_term,
-)
+from overspill.compute.codes_triton import load_factor
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
 from overspill.compute.decode.cpu import RequestArguments, request_arguments, send_request
@@ -35,6 +27,14 @@ from overspill.compute.decode.packing import (
     load_units,
     unit_scales,
     unit_zeros,
+)
+from overspill.compute.decode.words import (
+    high_of_words,
+    input_factors,
+    sum_units,
+    term_of_word,
+    words_of_units,
+    zero_term,
 )
 
 

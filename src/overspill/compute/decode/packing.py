@@ -21,9 +21,8 @@ from overspill.compute.codes_triton import (
     planes_of,
     scale_of,
     stored_scales,
-    words_of_units,
-    zeros_of_words,
 )
+from overspill.compute.decode.words import words_of_units, zeros_of_words
 from overspill.compute.record_format import RecordFormat
 from overspill.compute.record_piece import CODES, Piece
 

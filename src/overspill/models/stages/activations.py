@@ -1,8 +1,9 @@
-"""Activations and gradients that wait in host memory until their micro-batch returns."""
+"""Activations and gradients that wait, on the device or in host memory, until their micro-batch
+returns."""
 
 import itertools
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,36 @@ class _Saved:
     """Tensor that autograd has received back, with its notes."""
 
 
-class ParkedActivations:
+class Activations:
+    """Activations of micro-batches, all of which stay on the device."""
+
+    def park(self, tensor: Tensor, label: str) -> Tensor | Parked:
+        """Keep a tensor, which must not be changed any more, until it is taken."""
+        return tensor
+
+    def take(self, kept: Tensor | Parked) -> Tensor:
+        """Return a kept tensor on the device."""
+        assert isinstance(kept, Tensor)
+        return kept
+
+    def saving(self, key: Hashable) -> AbstractContextManager[None]:
+        """Context of a block whose saved activations are kept until `forget(key)`."""
+        return nullcontext()
+
+    def advance(self) -> None:
+        """Note that a micro-batch has passed a stage."""
+
+    def restore(self, key: Hashable) -> None:
+        """Prepare the backward of a block."""
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the tensors saved in a block, whose backward is over."""
+
+    def clear(self) -> None:
+        """Drop all tensors at the end of a step, also of one that has failed."""
+
+
+class ParkedActivations(Activations):
     """Parks in host memory the tensors that autograd saves, and the tensors that pass between
     stages. The device holds the tensors of two micro-batches of a stage: one that computes, and one
     whose copies run beside it."""
@@ -77,11 +107,13 @@ class ParkedActivations:
             parked.settle()
             parked.returning = self._copies.to_device(parked.host, "restore")
 
-    def take(self, parked: Parked) -> Tensor:
-        """Return a parked tensor on the device."""
-        self.prefetch(parked)
-        assert parked.returning is not None
-        return parked.returning.wait()
+    def take(self, kept: Tensor | Parked) -> Tensor:
+        """Return a parked tensor on the device, or a tensor that was not parked."""
+        if isinstance(kept, Tensor):
+            return kept
+        self.prefetch(kept)
+        assert kept.returning is not None
+        return kept.returning.wait()
 
     def advance(self) -> None:
         """Note that a micro-batch has passed a stage. The tensors that the micro-batch before it
@@ -114,7 +146,7 @@ class ParkedActivations:
         def unpack(found: Tensor | _Saved) -> Tensor:
             if isinstance(found, Tensor):
                 return found
-            tensor = found.kept if isinstance(found.kept, Tensor) else self.take(found.kept)
+            tensor = self.take(found.kept)
             if found.copy is None and found.notes:  # autograd makes another tensor of it
                 found.copy = NotedCopy(tensor, found.notes)
             return tensor

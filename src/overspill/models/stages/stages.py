@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.layer_map import StagePart
-from overspill.models.stages.activations import SMALL, ParkedActivations
+from overspill.models.stages.activations import SMALL, Activations, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.checks import (
     check_count,
@@ -76,7 +76,7 @@ class Stages:
             offload_activations = engine.device.type == "cuda"
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
         parked = ParkedActivations(copies, small_activation)
-        self._activations = parked if offload_activations else None
+        self._activations = parked if offload_activations else Activations()
         self._warned = self._closed = False
         self._compared: set[bool] = set()  # kinds of passes whose first micro-batches were compared
 

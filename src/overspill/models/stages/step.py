@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from overspill.models.stages.activations import Parked, ParkedActivations
+from overspill.models.stages.activations import Activations, Parked
 from overspill.models.stages.blocks import Passing, StagedBlocks, entering
 from overspill.moe.engine import Engine
 from overspill.moe.pregate import Ahead
@@ -65,8 +65,7 @@ class StagedPass:
     engine: Engine
     link: StageLink | None
     """Connection to the ranks of other stages; None: all stages are in this process."""
-    activations: ParkedActivations | None
-    """Activations in host memory; None: activations stay on the device."""
+    activations: Activations
     micro_batches: Sequence[MicroBatch]
     take: Take
     optimizer: Accumulates | None = None
@@ -83,8 +82,7 @@ class StagedPass:
                 self._run(backward)
         finally:
             try:
-                if self.activations is not None:
-                    self.activations.clear()
+                self.activations.clear()
             finally:
                 self.engine.stage_order.follow(None)
 
@@ -112,11 +110,9 @@ class StagedPass:
         if stage.number:
             ahead = self._ahead.pop((stage.number - 1, number), [])
             incoming = Passing([self._enter(passed) for passed in before], ahead)
-        batch, activations = self.micro_batches[number], self.activations
-        saving: AbstractContextManager[None] = nullcontext()
-        if activations is not None and backward and not stage.is_last:  # it turns at once
-            saving = activations.saving((stage, number))
-        with saving:
+        batch = self.micro_batches[number]
+        keeps = backward and not stage.is_last  # the last stage turns at once
+        with self.activations.saving((stage, number)) if keeps else nullcontext():
             result = self.blocks.run(stage.blocks, incoming, lambda: self.model(**batch))
         del incoming
         if stage.is_last:
@@ -124,8 +120,7 @@ class StagedPass:
         else:
             self._leave(stage, number, result)
         del result
-        if activations is not None:
-            activations.advance()
+        self.activations.advance()
 
     def _arrive(self, stage: Stage, number: int) -> list[_Passed]:
         key = stage.number - 1, number
@@ -141,10 +136,10 @@ class StagedPass:
 
     def _enter(self, passed: _Passed) -> Tensor:
         assert passed.value is not None
-        value, passed.value = self._unpark(passed.value), None
+        value, passed.value = self.activations.take(passed.value), None
 
         def receive(grad: Tensor) -> None:
-            passed.grad = self._park(grad, "pass back")
+            passed.grad = self.activations.park(grad, "pass back")
 
         return entering(value, receive) if passed.needs_grad else value
 
@@ -152,7 +147,7 @@ class StagedPass:
         passed = []
         for tensor in result.tensors:
             end = get_gradient_edge(tensor) if tensor.requires_grad else None
-            value = None if self.link else self._park(tensor.detach(), "pass on")
+            value = None if self.link else self.activations.park(tensor.detach(), "pass on")
             passed.append(_Passed(_like(tensor), end, value, tensor.requires_grad))
         self._passed[stage.number, number] = passed
         self._ahead[stage.number, number] = result.ahead
@@ -173,10 +168,8 @@ class StagedPass:
         self._send_back(stage, number)
 
     def _backward(self, stage: Stage, number: int) -> None:
-        activations = self.activations
-        if activations is not None:
-            activations.restore((stage, number))
-            activations.restore((stage, number + 1))  # beside this one
+        self.activations.restore((stage, number))
+        self.activations.restore((stage, number + 1))  # beside this one
         passed = self._passed.pop((stage.number, number))
         if self.link is not None:
             sent = [each for each in passed if each.like.is_floating_point()]
@@ -186,27 +179,25 @@ class StagedPass:
         for each in passed:
             if each.end is not None and each.grad is not None:
                 ends.append(each.end)
-                grads.append(self._unpark(each.grad))
+                grads.append(self.activations.take(each.grad))
         del passed
         if ends:
             with self._accumulating(number):
                 torch.autograd.backward(ends, grads)
         del ends, grads
         self._send_back(stage, number)
-        if activations is not None:
-            activations.advance()
+        self.activations.advance()
 
     def _send_back(self, stage: Stage, number: int) -> None:
         """Release the activations of a stage after the backward of a micro-batch, and send
         gradients to the rank of the stage before."""
-        if self.activations is not None:
-            self.activations.forget((stage, number))
+        self.activations.forget((stage, number))
         if self.link is None or not stage.number:
             return
         grads = []
         for passed in self._passed.pop((stage.number - 1, number)):
             if passed.grad is not None:
-                grads.append(self._unpark(passed.grad))
+                grads.append(self.activations.take(passed.grad))
             elif passed.like.is_floating_point():
                 grads.append(torch.zeros_like(passed.like, device=self.engine.device))
         self.link.send(self.link.previous, grads)
@@ -214,17 +205,6 @@ class StagedPass:
     def _accumulating(self, number: int) -> AbstractContextManager[None]:
         last = number == len(self.micro_batches) - 1
         return nullcontext() if last or self.optimizer is None else self.optimizer.accumulate()
-
-    # -- tensors in host memory ---------------------------------------------------------------
-
-    def _park(self, tensor: Tensor, label: str) -> Tensor | Parked:
-        return tensor if self.activations is None else self.activations.park(tensor, label)
-
-    def _unpark(self, kept: Tensor | Parked) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        assert self.activations is not None
-        return self.activations.take(kept)
 
 
 def _like(tensor: Tensor) -> Tensor:
