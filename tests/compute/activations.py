@@ -9,7 +9,7 @@ from overspill.compute.activation_form import Form, Function
 
 _FUNCTIONS = {Function.GELU: F.gelu, Function.SILU: F.silu, Function.RELU: F.relu}
 FORMS = [Form(function, gated) for function in _FUNCTIONS for gated in (False, True)]
-"""Those of `Fused`."""
+"""Forms of `Fused`."""
 every_form = pytest.mark.parametrize(
     "form", FORMS, ids=[("gated " if form.gated else "") + form.function.name for form in FORMS]
 )

@@ -50,7 +50,7 @@ class Model:
     """Records of all layers, a runner, and what a GPU does with it."""
 
     scale = 1.0
-    """Of token rows."""
+    """Scale of token rows."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Model:
         return out[: len(x)].clone()
 
     def expected(self, layer: int, x: Tensor, pairs: Pairs) -> Tensor:
-        """In float64, rounded to the type of the weights where the kernels round."""
+        """Compute in float64, rounded to the type of the weights where the kernels round."""
         shape = self.shape
         total = torch.zeros(x.shape, dtype=torch.float64)
         for row, expert, weight in pairs:

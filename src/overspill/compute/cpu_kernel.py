@@ -78,7 +78,7 @@ class GradientKind(enum.IntEnum):
     """Content of the memory of a gradient after a backward; as in cpu_group.h."""
 
     FORMED = 0
-    ADDED = 1  # to what the memory holds, with torch's rounding
+    ADDED = 1  # added to the content of the memory, with torch's rounding
     FACTORED = 2  # one row of factors for each token row, from which an optimizer forms it
 
 

@@ -95,7 +95,7 @@ def move_experts(
     device = budgets.compute_device
     ranks = None if budgets.mesh is None else Ranks(budgets.mesh, device)
     args = model, layers, budgets, source, finish
-    # what is made here outlives an inference mode of the caller
+    # tensors that are made here outlive an inference mode of the caller
     with torch.inference_mode(False), budgets.claimed(device):
         if ranks is None or ranks.size == 1:
             return _move_experts(*args, None, lambda: None)

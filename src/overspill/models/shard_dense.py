@@ -65,7 +65,7 @@ def shard_dense(model: nn.Module, ranks: Ranks) -> None:
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=True,  # also what is outside of blocks: it may be loaded
+            reshard_after_forward=True,  # also modules outside of blocks, which may be loaded
             mp_policy=policy,
             ignored_params=experts,
         )

@@ -30,7 +30,7 @@ def experts() -> Any:
 
 
 def read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often an expert is read."""
+    """Set how often an expert is read: once for each token, or once for all."""
     monkeypatch.setattr(constants, "SEVERAL", 1 if how == "once for all tokens" else 100)
 
 

@@ -39,7 +39,7 @@ def miss_buffers(
 def chosen(
     logits: Tensor, top_k: int, softmax_first: bool, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of experts with the same score the first ones."""
+    """Choose experts; of experts with the same score the first ones."""
     scores = logits.double().softmax(-1) if softmax_first else logits.double()
     weights, ids = scores.sort(stable=True, descending=True)
     weights, ids = weights[:, :top_k], ids[:, :top_k]

@@ -54,7 +54,7 @@ def _rotate_kernel(
     batch, head = tl.program_id(0), tl.program_id(1)
     lanes = tl.arange(0, LANES)
     own, turned = lanes < HALF, lanes < TURNED
-    # two numbers of a head for each lane: those that turn together, then the others
+    # two numbers of a head for each lane: first the pairs that are rotated, then the others
     one = tl.where(turned, lanes, TURNED + lanes)
     two = tl.where(turned, TURNED + lanes, HALF + lanes)
     after(EARLY)

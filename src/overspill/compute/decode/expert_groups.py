@@ -99,7 +99,7 @@ def _divide_kernel(
     offset = tl.load(offsets + pair)
     same = tl.load(offsets + pairs, mask=pairs < n_pairs, other=-(1 << 62)) == offset
     same = same & (offset != -(1 << 62))
-    numbers = tl.cumsum(same.to(tl.int32), 0)  # from 1 on, of those with the same expert
+    numbers = tl.cumsum(same.to(tl.int32), 0)  # from 1 on, among pairs with the same expert
     number = tl.sum(tl.where(pairs == pair, numbers, 0), 0) - 1
     begin = number // TOKENS * TOKENS
     first = tl.max(tl.where(same & (numbers == begin + 1), pairs, 0), 0)

@@ -108,7 +108,7 @@ def _shrink_kernel(
 ):  # fmt: skip
     row, pair = tl.program_id(0), tl.program_id(1)
     wait(EARLY)
-    let_next_begin(EARLY)  # it may read what kernels before this one have written
+    let_next_begin(EARLY)  # it may read results of kernels before this one
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
     offset = tl.load(offsets + pair)
     if offset == -(1 << 62):

@@ -24,7 +24,7 @@ class Region(NamedTuple):
 
     slots_ND: Tensor  # records, padded to whole numbers of 16 bytes
     table_E: Tensor  # int64: where experts are, relative to the base of tables
-    list_N: Tensor  # int32: those that are copied, -1 behind the last one
+    list_N: Tensor  # int32: experts that are copied, -1 behind the last one
 
 
 def new_region(n_slots: int, n_experts: int, numel: int, like: Tensor) -> Region:

@@ -178,7 +178,7 @@ def _look_up_kernel(
         absent = used & (offset == -(1 << 62))
         offset = tl.where(absent, tl.load(staged + chosen, mask=absent, other=0), offset)
     if SHARE > 0:
-        # every row finds the same experts: of those that any row misses, some are on the link
+        # every row chooses the same: of the experts that any row misses, some are read over PCIe
         experts = tl.arange(0, BLOCK)
         inside = experts < n_experts
         place = tl.load(table + experts, mask=inside, other=0)

@@ -165,7 +165,7 @@ def _load_dense(
         given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
         source = None
         given["state_dict"] = {n: _OnDisk(checkpoint, n, given["dtype"]) for n in checkpoint.specs}
-    with silence():  # what it would report is checked below
+    with silence():  # its reports are checked below
         try:
             model, info = kind.from_pretrained(
                 source,
@@ -177,7 +177,7 @@ def _load_dense(
             )
             if source is None:
                 _complete(model, folder)
-        except torch.OutOfMemoryError:  # the planner says what the budget is for
+        except torch.OutOfMemoryError:  # the planner's error explains the budget
             if not placed:
                 raise
             return _load_dense(kind, checkpoint, config, dtype, torch.device("cpu"))

@@ -69,7 +69,7 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
         model.save_pretrained(out, max_shard_size=max_shard_size)
         engine = getattr(model, "overspill", None)  # None: not offloaded
         if not pregate_level(model) and (engine is None or is_first(engine)):
-            Path(out, PREGATES).unlink(missing_ok=True)  # those of a model that was there before
+            Path(out, PREGATES).unlink(missing_ok=True)  # pre-gates of an earlier model
 
 
 def save_pretrained(

@@ -67,7 +67,7 @@ class LayerTensors:
             for key, value in self._reverted({name: part}).items():
                 yield key, 0, value
             return
-        # converted as a stack of one expert, whose names are those of expert 0
+        # converted as a stack of one expert, which has the names of expert 0
         specs = self.specs
         order = list(specs)
         for key, value in self._reverted({name: part.unsqueeze(0)}).items():

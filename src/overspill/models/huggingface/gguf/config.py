@@ -260,7 +260,7 @@ def _glm4_moe(header: GgufHeader) -> dict[str, Any]:
 
 def _deepseek(header: GgufHeader) -> dict[str, Any]:
     rotated = header.get("rope.dimension_count", 0)
-    # old files have the sizes of the heads themselves, new ones those of shared keys and values
+    # old files have the sizes of the heads themselves, new ones sizes of shared keys and values
     head = header.get("attention.key_length_mla", header.get("attention.key_length", 0))
     value = header.get("attention.value_length_mla", header.get("attention.value_length", _MISSING))
     rope = _rope(header)
