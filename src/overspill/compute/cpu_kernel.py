@@ -12,7 +12,7 @@ import ctypes
 import enum
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from overspill.tiers.layout import LowRankPlanes
 
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
 _BEST_ISA = -1
+_CALLBACK = ctypes.CFUNCTYPE(None)
 
 # Token rows of an expert up to which the kernel pays: (forward, backward). Measured against torch
 # with the same instruction set, on one core, for 1024×4096 and gated 2048×768: here both are equal,
@@ -319,6 +320,31 @@ def loaded_library() -> ctypes.CDLL:
     library = cpu_library()
     assert library is not None, "see why_unsupported()"
     return library
+
+
+def inject_callback(
+    inject: Callable[[str], object] | None, failures: list[BaseException]
+) -> Callable[[], None] | None:
+    """Return the callback with which native threads call `inject("cpu")` in fault-injection tests.
+    Its exceptions are appended to `failures`. The caller keeps the callback until they end."""
+    if inject is None:
+        return None
+
+    def call() -> None:
+        try:
+            inject("cpu")
+        except BaseException as error:
+            failures.append(error)
+
+    return _CALLBACK(call)
+
+
+def raise_first(failures: list[BaseException]) -> None:
+    """Raise the first of the stored failures, if there are any, and drop all."""
+    if failures:
+        failure = failures[0]
+        failures.clear()
+        raise failure
 
 
 @functools.cache

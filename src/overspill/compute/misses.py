@@ -23,8 +23,10 @@ from torch import Tensor
 from overspill.compute.activation import Activation, form_of
 from overspill.compute.cpu_kernel import (
     group_args,
+    inject_callback,
     loaded_library,
     native_formats,
+    raise_first,
     why_unsupported,
 )
 from overspill.compute.record_format import layer_formats
@@ -36,7 +38,6 @@ from overspill.tiers.layout import ALIGN, NO_LOW_RANKS, LowRanks, RecordLayout, 
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
-_CALLBACK = ctypes.CFUNCTYPE(None)
 _FETCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int,
@@ -191,9 +192,7 @@ class MissRunner:
         """Buffers as the host sees them."""
         self.host.ahead_count.zero_()
         # Kept here: the native threads call it until close(). It must not refer to this object.
-        self._callback = (
-            None if inject is None else _CALLBACK(partial(_call, inject, self._failures))
-        )
+        self._callback = inject_callback(inject, self._failures)
         self._fetch = None if source is None else _FETCH(partial(_fetch, source, self._failures))
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
@@ -253,10 +252,7 @@ class MissRunner:
                 self._sync.raise_error()
         message = ctypes.create_string_buffer(256)
         self._library.overspill_misses_failure(self._own(), message, len(message))
-        if self._failures:
-            failure = self._failures[0]
-            self._failures.clear()
-            raise failure
+        raise_first(self._failures)
         if message.value:
             raise EngineError(
                 f"the CPU could not compute missing experts: {message.value.decode()}. Please "
@@ -323,13 +319,6 @@ class MissRunner:
 def _line_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a tensor, in whole cache lines."""
     return round_up(math.prod(shape) * dtype.itemsize, _CACHE_LINE)
-
-
-def _call(inject: Callable[[str], object], failures: list[BaseException]) -> None:
-    try:
-        inject("cpu")
-    except BaseException as error:
-        failures.append(error)
 
 
 def _fetch(

@@ -6,7 +6,6 @@ Shapes: R token rows sorted by expert, D model.
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,13 +18,14 @@ from overspill.compute.cpu_kernel import (
     PackedFormat,
     WeightGradient,
     group_args,
+    inject_callback,
     loaded_library,
+    raise_first,
 )
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
 
-_CALLBACK = ctypes.CFUNCTYPE(None)
 _DONE, _TIMED_OUT = 0, -1  # as in cpu_runner.h
 _SLICE = 0.1  # seconds of a native wait: between two of them Ctrl-C takes effect
 
@@ -58,9 +58,9 @@ class Runner:
         """`sync` has the watchdog of waits."""
         self._library = loaded_library()
         self._sync = sync or WorkerSync()
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []
         # Kept here: the native threads call it until close().
-        self._callback = None if inject is None else _CALLBACK(partial(self._call, inject))
+        self._callback = inject_callback(inject, self._failures)
         self._process = os.getpid()
         self._closed = False
         self._handle: int = self._library.overspill_runner_new()
@@ -100,9 +100,7 @@ class Runner:
 
     def check(self) -> None:
         """Raise the stored exception of `inject`, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        raise_first(self._failures)
 
     def wait(self, request: CpuRequest) -> bool:
         """Block until the request is done; return False if the runner was closed before. Raises if
@@ -150,9 +148,3 @@ class Runner:
     def _alive(self) -> bool:
         """Return whether the thread runs: not after close(), and not in a forked child."""
         return not self._closed and os.getpid() == self._process
-
-    def _call(self, inject: Callable[[str], object]) -> None:
-        try:
-            inject("cpu")
-        except BaseException as error:
-            self._failure = error

@@ -22,7 +22,7 @@ from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import BudgetRequest, ModelSizes, Placement, place
 from overspill.plan.exchange_groups import check_groups
-from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout, WeightFormat
+from overspill.tiers.layout import LowRanks, RecordLayout, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def plan_offload(
     budgets: Budgets,
     ranks: Ranks | None,
     agree: Callable[[], None],
-    packed: WeightFormat | None = None,
-    low_ranks: LowRanks = NO_LOW_RANKS,
+    packed: WeightFormat | None,
+    low_ranks: LowRanks,
 ) -> OffloadPlan:
     """Plan the engine of this rank. All ranks call this; it raises on all of them if they were
     given different models or options. `packed` is the format of packed weights, and `low_ranks` are

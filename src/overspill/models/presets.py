@@ -1,11 +1,12 @@
 """Named shapes of GPT-MoE models. `nano` trains on two CPU cores in two minutes; `w1` is a model of
 5 B parameters in the shape of Mixtral; the others are the models of three papers:
 
-- `moe-s` to `moe-xl`: Table 4 of the ES-MoE paper. - `aptmoe-*`: Table I of the APTMoE paper. It
-gives no number of heads: heads are 64 wide in `aptmoe-s-*` and 128 in the others. - `mpipemoe-*`:
-Table III of the MPipeMoE paper, which gives only the MoE layer. Depth and heads are taken from the
-models that it names, except that GPT-3 XL has 16 heads of 128 (24 do not divide its width).
-`mpipemoe-bert-l` is a decoder of that size, not an encoder.
+- `moe-s` to `moe-xl`: Table 4 of the ES-MoE paper.
+- `aptmoe-*`: Table I of the APTMoE paper. It gives no number of heads: heads are 64 wide in
+  `aptmoe-s-*` and 128 in the others.
+- `mpipemoe-*`: Table III of the MPipeMoE paper, which gives only the MoE layer. Depth and heads
+  are those of the models that it names, except that GPT-3 XL has 16 heads of 128 (24 do not divide
+  its width). `mpipemoe-bert-l` is a decoder of that size, not an encoder.
 """
 
 import dataclasses

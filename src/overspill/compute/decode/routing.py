@@ -66,7 +66,7 @@ def look_up(
     table_E: Tensor,
     real_B: Tensor,
     x_BD: Tensor,
-    misses: MissBuffers | None = None,
+    misses: MissBuffers | None,
     link: PinnedExperts | None = None,
     staged_E: Tensor | None = None,
 ) -> Routed:
