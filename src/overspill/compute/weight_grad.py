@@ -87,8 +87,8 @@ class Product(NamedTuple):
 
     @property
     def _sums_itself(self) -> bool:
-        """Return whether each expert has a product, which writes float32 sums of 16-bit rows. A
-        grouped product cannot add to a sum; these take more launches, so rows must be many."""
+        """Whether each expert has a product, which writes float32 sums of 16-bit rows. A grouped
+        product cannot add to a sum; these take more launches, so rows must be many."""
         if not self.a_RM.is_cuda or self.a_RM.itemsize != 2:
             return False
         many = self.counts is not None and len(self.a_RM) >= _MANY * len(self.counts)

@@ -57,7 +57,7 @@ class RelativeBias:
 
     @cached_property
     def _buckets(self) -> Tensor:
-        """Return the bucket of each distance."""
+        """Bucket of each distance."""
         with torch.inference_mode(False):  # they outlive the pass
             return self.bucket(-torch.arange(self.reach + 1, device=self.embedding.weight.device))
 

@@ -87,7 +87,7 @@ class Budgets(OffloadOptions):
 
     @property
     def _shares_gpu(self) -> bool:
-        """Return whether ranks exchange rows through the CPU because they are on one GPU."""
+        """Whether ranks exchange rows through the CPU because they are on one GPU."""
         return self.mesh is not None and self.mesh.device_type == "cpu"
 
     @property

@@ -44,7 +44,7 @@ class LayerTensors:
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """Return all expert tensors of the layer in the layout of the checkpoint."""
+        """All expert tensors of the layer in the layout of the checkpoint."""
         sizes = tensor_sizes(self.shape, self.n_experts, self.places)
         stacks = {
             f"{self.path}.{name}": torch.empty(size, dtype=self.dtype, device="meta")
