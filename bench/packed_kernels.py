@@ -17,7 +17,7 @@ from packed_models import PLAIN, RandomExperts
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
 from overspill.compute.decode import constants, packed_experts
 from overspill.compute.decode.constants import Tile
 from overspill.compute.decode.experts import experts

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import overspill
-from overspill.compute.record_format import CODES, RecordFormat
+from overspill.compute.record_format import RecordFormat
+from overspill.compute.record_piece import CODES
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind
 from overspill.models.budgets import Budgets

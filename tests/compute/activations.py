@@ -4,11 +4,12 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function, clamped_gate
+from overspill.compute.activation import clamped_gate
+from overspill.compute.activation_form import Form, Function
 
 _FUNCTIONS = {Function.GELU: F.gelu, Function.SILU: F.silu, Function.RELU: F.relu}
 FORMS = [Form(function, gated) for function in _FUNCTIONS for gated in (False, True)]
-"""Those of `Fused`."""
+"""Forms of `Fused`."""
 every_form = pytest.mark.parametrize(
     "form", FORMS, ids=[("gated " if form.gated else "") + form.function.name for form in FORMS]
 )

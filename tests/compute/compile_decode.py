@@ -10,14 +10,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode import (
     attention,
     constants,
+    cpu,
     delta,
     expert_groups,
     experts,
-    host,
     linear,
     low_rank,
     migrate,
@@ -25,7 +25,7 @@ from overspill.compute.decode import (
     packed_experts,
     routing,
 )
-from overspill.compute.decode.low_rank import Factors
+from overspill.compute.decode.low_rank import LowRankMatrices
 from overspill.compute.decode.packing import packed_records
 from overspill.core.experts import ExpertShape
 from tests.compute.packed import make_experts
@@ -37,7 +37,7 @@ KERNELS = {
         delta,
         expert_groups,
         experts,
-        host,
+        cpu,
         linear,
         low_rank,
         migrate,
@@ -96,13 +96,13 @@ OUT = {
     "HIDDEN": 768, "TOP_K": 8, "BIAS": False, "TRANSPOSED": False, "ALIGN": 16, "LOW": None,
     "ROWS": 1, "BLOCK": 256,
 }  # fmt: skip
-ANNOUNCE = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
+HINT = dict.fromkeys(("ids", "ahead", "ahead_count"), "*i32") | {"count": "i32", "first": "i32"}
 CHOOSE = {"ids": "*i32", "chosen": "*i32", "first": "i64", "words": "i32", "n_slots": "i32"}
 CASES = [
     ("_add_norm_kernel", NORM, HOST),
     ("_add_norm_kernel", NORM | {"HOST": 2, "BIAS": True}, HOST | {"bias": "*bf16"}),
     ("_wait_kernel", {"ROWS": 64, "ON_GPU": True}, FLAGS),
-    ("_announce_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, ANNOUNCE),
+    ("_hint_kernel", {"TOP_K": 8, "SIZE": 64, "REAL": True}, HINT),
     ("_gate_kernel", {"FUNCTION": 1, "BLOCK": 512}, {}),
     ("_linear_kernel", LINEAR, {}),
     ("_linear_kernel", LINEAR | {"GATE": 1}, {}),
@@ -137,7 +137,7 @@ GROUP = {
 }  # fmt: skip
 GROUP_IN = GROUP | {"FUNCTION": 1, "GATED": True}
 GROUPS = {"groups": "*i32"}
-LOW = {"LOW": Factors(4096, 8192, 4, 8, 4, False)}
+LOW = {"LOW": LowRankMatrices(4096, 8192, 4, 8, 4, False)}
 SHRINK = LOW | {"MATRIX": None, "SCALED": False, "BLOCK": 2048, "REQUEST": 4, "ON_GPU": True}
 TURNED = {"BIAS": True, "TRANSPOSED": True}
 CASES += [
@@ -171,7 +171,7 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
         torch.empty(64, dtype=torch.uint8),
     )
     own = {"PACKING": packed.packing, "BIAS": stack}
-    own |= {"LOW": Factors(4096, 8192, 4, 8, 4, True)}
+    own |= {"LOW": LowRankMatrices(4096, 8192, 4, 8, 4, True)}
     into = own | {"FUNCTION": 3 if stack else 1}
     types = [
         {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS

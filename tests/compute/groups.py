@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.cpu_kernel import (
     ISA_NAMES,
     BackwardRows,

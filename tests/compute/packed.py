@@ -19,7 +19,7 @@ E4M3 = torch.tensor([e4m3(code) for code in range(256)], dtype=torch.float64)
 
 
 class Form(NamedTuple):
-    """How a matrix is packed, and the type of its scales."""
+    """Packing of a matrix, and the type of its scales."""
 
     scheme: Scheme
     scales: torch.dtype

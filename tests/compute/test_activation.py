@@ -5,8 +5,6 @@ import torch
 from torch import nn
 
 from overspill.compute.activation import (
-    Form,
-    Function,
     Fused,
     activate_backward_torch,
     activate_torch,
@@ -14,6 +12,7 @@ from overspill.compute.activation import (
     form_of,
     function_of,
 )
+from overspill.compute.activation_form import Form, Function
 from overspill.core.errors import ConfigError
 from tests.compute.activations import FORMS, activation_oracle, every_form
 from tests.compute.decode.near import needs_triton

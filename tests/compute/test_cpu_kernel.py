@@ -13,14 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from overspill.compute import cpu_kernel
-from overspill.compute.activation import (
-    Activation,
-    Differentiated,
-    Form,
-    Function,
-    Fused,
-    clamped_gate,
-)
+from overspill.compute.activation import Activation, Differentiated, Fused, clamped_gate
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     GradientKind,

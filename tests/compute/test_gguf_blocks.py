@@ -14,7 +14,7 @@ from overspill.compute.record_format import stored_parts
 from overspill.core.packing import Kind
 
 FACTORS = {"MXFP4": (), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where the factors of a block are in float16; at the beginning, if it is not said."""
+"""Positions of the float16 factors in a block; by default the beginning."""
 
 
 def unpack(kind: str, blocks: np.ndarray, columns: int) -> torch.Tensor:

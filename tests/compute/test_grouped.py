@@ -1,4 +1,4 @@
-"""Which backend computes the products of a wave."""
+"""The choice of the backend of a wave's products."""
 
 import pytest
 import torch

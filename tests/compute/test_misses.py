@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Differentiated, Function, Fused, clamped_gate
+from overspill.compute.activation import Activation, Differentiated, Fused, clamped_gate
+from overspill.compute.activation_form import Function
 from overspill.compute.misses import MissRunner
 from overspill.compute.record_format import MixedFormat, RecordFormat
 from overspill.core.errors import ConfigError, EngineError
@@ -49,7 +50,7 @@ class Model:
     """Records of all layers, a runner, and what a GPU does with it."""
 
     scale = 1.0
-    """Of token rows."""
+    """Scale of token rows."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Model:
         return out[: len(x)].clone()
 
     def expected(self, layer: int, x: Tensor, pairs: Pairs) -> Tensor:
-        """In float64, rounded to the type of the weights where the kernels round."""
+        """Compute in float64, rounded to the type of the weights where the kernels round."""
         shape = self.shape
         total = torch.zeros(x.shape, dtype=torch.float64)
         for row, expert, weight in pairs:
@@ -536,13 +537,13 @@ def test_a_runner_without_references_ends_its_threads() -> None:
     wait_until(lambda: count_threads() <= before - 2)
 
 
-def test_announced_experts_are_loaded_and_results_stay_the_same(model: Model) -> None:
+def test_hinted_experts_are_loaded_and_results_stay_the_same(model: Model) -> None:
     buffers = model.buffers
     x, pairs = model.batch(2), [(0, 4, 0.5), (1, 2, 2.0), (1, 4, 1.0)]
     for layer in (0, 1, 2, 1):
         expected = model.runner.n_loaded + 2
-        announced = [layer * EXPERTS + expert for expert in (4, -1, 2, 4)]
-        for i, number in enumerate(announced):
+        hinted = [layer * EXPERTS + expert for expert in (4, -1, 2, 4)]
+        for i, number in enumerate(hinted):
             buffers.ahead_N[i] = number
         fence()
         buffers.ahead_count.fill_(4)
@@ -551,7 +552,7 @@ def test_announced_experts_are_loaded_and_results_stay_the_same(model: Model) ->
         model.check(layer, x, pairs)
 
 
-def test_announcements_that_come_at_any_time_change_nothing(model: Model) -> None:
+def test_hints_that_come_at_any_time_change_nothing(model: Model) -> None:
     """They may be of other layers, incomplete, or no experts at all."""
     random_numbers, buffers = random.Random(0), model.buffers
     for number in range(200):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.cpu_kernel import ExpertRows, kernel_forward
 from overspill.core.experts import ExpertShape
 from tests.compute.activations import activation_oracle

@@ -24,7 +24,8 @@ def bits(values: Tensor) -> Tensor:
 
 
 def unpack(matrix: PackedMatrix, parts: Parts, out: Tensor, threads: int, isa: str) -> None:
-    """As `PackedMatrix.unpack`, with a chosen instruction set, and never with torch operations."""
+    """Unpack like `PackedMatrix.unpack`, with a chosen instruction set, and never with torch
+    operations."""
     matrix, parts = matrix.by_rows(parts)
     named = ((field.name, getattr(parts, field.name)) for field in fields(parts))
     tensors = {name: part.contiguous() for name, part in named if part is not None}

@@ -21,7 +21,8 @@ def check(
     packed = make_experts(name, shape, count, split, extreme=True)
     out = torch.full(packed.plain.shape, -1.0, dtype=dtype, device=device)
     ends = torch.tensor([2, 2, 5][:count], dtype=torch.int32, device=device)
-    unpack_triton.unpack(packed.format, packed.records.to(device), out, ends)
+    form = packed.format
+    unpack_triton.unpack(form.shape, form.pieces, packed.records.to(device), out, ends)
     alone = torch.empty(packed.plain.shape, dtype=dtype)
     for record, weights in zip(packed.records, alone, strict=True):
         packed.format.unpack(record, weights)

@@ -8,7 +8,7 @@ from overspill.compute.weight_grad import Computed, Product, WeightGrad
 
 
 def products(backend: grouped.Backend, dtype: torch.dtype, device: str) -> list[Product]:
-    """Of three waves of one expert."""
+    """Return the products of three waves of one expert."""
     generator = torch.Generator().manual_seed(0)
     rows = [5, 64, 11]
     pairs = [

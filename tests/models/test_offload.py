@@ -1,4 +1,4 @@
-"""What `offload` does with the memory it is given."""
+"""The use of memory budgets by `offload`."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""When ranks may compute experts of each other, by their budgets."""
+"""Conditions in which ranks may compute experts of each other, by their budgets."""
 
 from dataclasses import replace
 

@@ -17,7 +17,7 @@ import overspill
 from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import ConfigError, OrderError, RankError
 from overspill.core.experts import ExpertId
-from overspill.models.huggingface.pregates import FILE
+from overspill.models.huggingface.pregate_file import FILE
 from tests.moe.oracle import delays
 from tests.moe.streaming.policies import every_other
 from tests.parallel.processes import run_ranks

@@ -5,40 +5,15 @@ gated activations. Functions that have no kernels use autograd.
 """
 
 from collections.abc import Callable
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overspill.compute.activation_form import Form, Function
 from overspill.core.errors import ConfigError
 from overspill.hardware.native import has_triton
-
-
-class Function(IntEnum):
-    """The functions that kernels have, by the numbers that Python, the Triton kernels and
-    `Function` of cpu_group.h share."""
-
-    GELU = 0
-    """The exact one, with erf."""
-    SILU = 1
-    RELU = 2
-    """Its derivative at 0 is 0."""
-    CLAMPED = 3
-    """That of GPT-OSS, whose gates and up values alternate: on the CPU, and in decoding steps."""
-
-
-class Form(NamedTuple):
-    """An activation that kernels have: a function, of the gate and times up if `gated`."""
-
-    function: Function
-    gated: bool
-
-    @classmethod
-    def usual(cls, gated: bool) -> "Form":
-        """Gated SiLU or GELU."""
-        return cls(Function.SILU if gated else Function.GELU, gated)
 
 
 class ActivationGrads(NamedTuple):
@@ -55,14 +30,14 @@ class Activation(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name of the function in messages."""
 
     def forward(self, h: Tensor) -> Tensor: ...
 
     def backward(
         self, h: Tensor, da_RH: Tensor, row_weight_R: Tensor, overwrite_h: bool
     ) -> ActivationGrads:
-        """The gradients of the activation, in one pass.
+        """Return the gradients of the activation, in one pass.
 
         `da_RH` is dy @ w_out, not yet multiplied by the routing weight. The result may overwrite
         `da_RH`, and with `overwrite_h` also `h`.
@@ -127,7 +102,7 @@ class _TorchFunction(NamedTuple):
     name: str
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
-    """From the gradient of the result and the argument."""
+    """Computes the gradient of the argument from that of the result and the argument."""
 
 
 def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -140,11 +115,11 @@ _FUNCTIONS = {
     Function.SILU: _TorchFunction("SiLU", F.silu, torch.ops.aten.silu_backward),
     Function.RELU: _TorchFunction("ReLU", F.relu, _relu_backward),
 }
-"""The functions of `Fused`."""
+"""Functions that `Fused` has."""
 
 
 def activation_named(name: str, gated: bool) -> Fused:
-    """The activation that a user chose for an `overspill.MoELayer`."""
+    """Return the activation that a user chose for an `overspill.MoELayer`."""
     found = {function.name.lower(): function for function in _FUNCTIONS}
     if name not in found:
         raise ConfigError(f"activation={name!r} must be one of {', '.join(found)}")
@@ -152,8 +127,9 @@ def activation_named(name: str, gated: bool) -> Fused:
 
 
 def function_of(module: Callable[[Tensor], Tensor]) -> Function | None:
-    """The function that an activation module computes exactly, for every argument; None if kernels
-    have none such. Modules with parameters, such as PReLU, have none: training changes them."""
+    """Return the function that an activation module computes exactly, for every argument; None if
+    kernels have no such function. Modules with parameters, such as PReLU, have none: training
+    changes them."""
     if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
         return None
     limits = 4, 64  # some clip large values
@@ -165,9 +141,9 @@ def function_of(module: Callable[[Tensor], Tensor]) -> Function | None:
 
 
 def form_of(activation: Activation | None, gated: bool) -> Form | None:
-    """The form in which kernels have an activation, as it is now; None if they do not. Those of
-    the CPU and of decoding steps have `Function.CLAMPED` too. By default the activation is the
-    usual one."""
+    """Return the form in which kernels compute an activation, as it is now; None if they do not.
+    Kernels of the CPU and of decoding steps have `Function.CLAMPED` too. The default activation is
+    gated SiLU, or GELU without a gate."""
     if activation is None:
         return Form.usual(gated)
     if isinstance(activation, Fused):
@@ -176,7 +152,7 @@ def form_of(activation: Activation | None, gated: bool) -> Form | None:
 
 
 def clamped_gate(h: Tensor) -> Tensor:
-    """The activation of GPT-OSS. Gate and up alternate in a row."""
+    """Compute the activation of GPT-OSS, whose gates and up values alternate in a row."""
     gate, up = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
@@ -192,7 +168,7 @@ def is_clamped(activation: Activation | None) -> bool:
 
 
 def activate_torch(h: Tensor, form: Form) -> Tensor:
-    """Torch implementation. 16-bit inputs are computed in float32 and rounded once."""
+    """Compute an activation with torch. 16-bit inputs are computed in float32 and rounded once."""
     function = _FUNCTIONS[form.function].forward
     if not form.gated:
         return function(h)
@@ -203,7 +179,7 @@ def activate_torch(h: Tensor, form: Form) -> Tensor:
 def activate_backward_torch(
     h: Tensor, da_RH: Tensor, row_weight_R: Tensor, form: Form
 ) -> ActivationGrads:
-    """Torch implementation of `Fused.backward`. Does not change its inputs."""
+    """Compute `Fused.backward` with torch. Does not change its inputs."""
     wide, function = _wide(h), _FUNCTIONS[form.function]
     h_wide, da = h.to(wide), da_RH.to(wide)
     weight_R1 = row_weight_R.to(wide).unsqueeze(-1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.launch_triton import Launch
 
 _BLOCK = 1024
@@ -52,7 +52,7 @@ def activate_backward(
 
 @triton.jit
 def value_of(x, FUNCTION: tl.constexpr):
-    """One of `Function`, of float32."""
+    """Return the value of a `Function` for float32 arguments."""
     if FUNCTION == _GELU:
         value = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif FUNCTION == _SILU:
@@ -65,7 +65,7 @@ def value_of(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _with_slope(x, FUNCTION: tl.constexpr):
-    """The value and its derivative."""
+    """Return the value of a function and its derivative."""
     if FUNCTION == _GELU:
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value = x * cdf

@@ -19,13 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import CODES, Piece
+from overspill.compute.record_piece import CODES, Piece
 from overspill.core.packing import Kind
 
 E2M1, UNSIGNED, E4M3, SIGNED, IQ4_NL = range(5)
-_E2M1, _UNSIGNED = tl.constexpr(E2M1), tl.constexpr(UNSIGNED)
-_E4M3, _SIGNED = tl.constexpr(E4M3), tl.constexpr(SIGNED)
-_IQ4_NL = tl.constexpr(IQ4_NL)
+_E2M1, _E4M3, _SIGNED = tl.constexpr(E2M1), tl.constexpr(E4M3), tl.constexpr(SIGNED)
 POWER, SMALL_FLOAT, FLOAT = range(3)
 _POWER, _SMALL_FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT)
 _CODES = {
@@ -36,36 +34,38 @@ _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class Matrix(NamedTuple):
-    """A packed matrix [rows, columns] in a record, as a constant of kernels. Planes are given by
-    their first elements; -1: there is none."""
+    """A packed matrix [rows, columns] in a record, as a constant of kernels. Each plane is given by
+    the position of its first element; -1: the matrix has no such plane."""
 
     code: int
     bits: int
-    """4 of K-quants, without those of the plane `high`."""
+    """Bits of a code; 4 for K-quants, without the bits in the plane `high`."""
     rows: int
     columns: int
     row_block: int
     """Rows and columns that share a scale."""
     group: int
     groups: int
-    """Scales of a row."""
+    """Number of scales of a row."""
     codes: int
-    """Bytes."""
+    """Position of the codes, in bytes."""
     scale: int
     scales: int
     zeros: int
-    """Of K-quants: minimums."""
+    """Position of the stored zeros; for K-quants, of the minimums."""
     zero: int
-    """What is subtracted from unsigned codes, without the stored zeros."""
+    """Constant that is subtracted from unsigned codes, besides the stored zeros."""
     factor: int
     divides: bool
     unit: int
-    """Neighbouring int32 that have one scale and are decoded together: 16 bytes where possible."""
+    """Number of neighbouring int32 that have one scale and are decoded together: 16 bytes where
+    possible."""
     high: int
-    """Bytes; an int32 has the bits of a unit."""
+    """Position of the high bits, in bytes; an int32 has the bits of a unit."""
     high_bits: int
     factors: int
-    """Of K-quants: a factor of the scales of 256 columns, or two, the second of minimums."""
+    """Position of the factors of K-quants: one for the scales of 256 columns, or two, the second
+    for minimums."""
     n_factors: int
 
 
@@ -79,7 +79,7 @@ class Planes(NamedTuple):
 
 
 def matrix_of(piece: Piece) -> Matrix:
-    """The constants of a packed piece."""
+    """Return the constants of a packed piece."""
     matrix, stored = piece.matrix, piece.stored
     assert matrix is not None
     row_block, group = matrix.scheme.block
@@ -120,7 +120,8 @@ def _first(piece: Piece, field: str) -> int:
 
 
 def planes_of(piece: Piece, records: Tensor) -> Planes:
-    """Views of the bytes of records, whose kernels find the planes of a packed piece."""
+    """Return the views of the bytes of records in which kernels find the planes of a packed
+    piece."""
 
     def view(field: str) -> Tensor:
         stored = piece.stored.get(field)
@@ -138,7 +139,7 @@ def is_supported(matrix: PackedMatrix) -> bool:
 
 @triton.jit
 def value_of_code(code, CODE: tl.constexpr):
-    """Codes in the lowest bits of int32, as float32."""
+    """Return codes in the lowest bits of int32 as float32."""
     if CODE == _E2M1:
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
@@ -158,7 +159,7 @@ def value_of_e4m3(code):
 
 @triton.jit
 def load_scales(scales, row, group, inside, MATRIX: tl.constexpr):
-    """The scales of some rows and groups, as float32, without the factor of all scales."""
+    """Return the scales of some rows and groups as float32, without the factor of all scales."""
     return scale_of(stored_scales(scales, row, group, inside, MATRIX), MATRIX)
 
 
@@ -170,7 +171,7 @@ def stored_scales(scales, row, group, inside, MATRIX: tl.constexpr):
 
 @triton.jit
 def scale_of(stored, MATRIX: tl.constexpr):
-    """Stored scales as float32."""
+    """Return stored scales as float32."""
     if MATRIX.scale == _POWER:
         exponent = stored.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2**-127 is subnormal
@@ -184,7 +185,7 @@ def scale_of(stored, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_factor(factors, here, MATRIX: tl.constexpr):
-    """The factor of all scales."""
+    """Return the factor of all scales."""
     if MATRIX.factor >= 0:
         factor = tl.load(factors + MATRIX.factor, mask=here, other=1.0).to(tl.float32)
         if MATRIX.divides:
@@ -196,7 +197,7 @@ def load_factor(factors, here, MATRIX: tl.constexpr):
 
 @triton.jit
 def load_group_factors(factors, row, group, inside, NUMBER: tl.constexpr, MATRIX: tl.constexpr):
-    """The factors of K-quants for the scales or minimums of some rows and groups."""
+    """Return the factors of K-quants for the scales or minimums of some rows and groups."""
     block = row * (MATRIX.columns // 256) + group * MATRIX.group // 256
     at = MATRIX.factors + block * MATRIX.n_factors + NUMBER
     return tl.load(factors + at, mask=inside, other=0).to(tl.float32)
@@ -204,14 +205,14 @@ def load_group_factors(factors, row, group, inside, NUMBER: tl.constexpr, MATRIX
 
 @triton.jit
 def load_zeros(zeros, row, group, inside, MATRIX: tl.constexpr):
-    """The codes that stand for zero in some rows and groups, as float32."""
+    """Return the codes that stand for zero in some rows and groups, as float32."""
     stored = tl.load(zeros + MATRIX.zeros + row * MATRIX.groups + group, mask=inside, other=0)
     return stored.to(tl.float32) + MATRIX.zero
 
 
 @triton.jit
 def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRIX: tl.constexpr):
-    """The values of some elements of a packed matrix: scale × code, rounded once."""
+    """Return the values of some elements of a packed matrix: scale × code, rounded once."""
     row, column = tl.broadcast(row, column)
     if MATRIX.bits == 4:
         at = MATRIX.codes + row * (MATRIX.columns // 2) + column // 2
@@ -231,7 +232,7 @@ def load_values(planes_codes, scales, zeros, factors, row, column, inside, MATRI
 
 @triton.jit
 def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
-    """The scales of some rows and groups with the factor of all scales, rounded once."""
+    """Return the scales of some rows and groups times the factor of all scales, rounded once."""
     scale = load_scales(scales, row, group, inside, MATRIX)
     if MATRIX.factor >= 0:
         factor = tl.load(factors + MATRIX.factor).to(tl.float32)
@@ -242,163 +243,3 @@ def exact_scales(scales, factors, row, group, inside, MATRIX: tl.constexpr):
     if MATRIX.n_factors > 0:
         scale *= load_group_factors(factors, row, group, inside, 0, MATRIX)
     return scale
-
-
-@triton.jit
-def weight_of_word(
-    word, high, zero, scale, PLACE: tl.constexpr, MATRIX: tl.constexpr, KIND: tl.constexpr
-):
-    """Scale × (code - zero), or scale × code - minimum, for the code at a place of int32, rounded
-    once, with few operations on integers. It lacks `lacking_factor`."""
-    if MATRIX.code == _E2M1:
-        bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
-        value = bits.to(tl.float32, bitcast=True) * (scale * 18446744073709551616.0)  # 2**64
-    elif MATRIX.code == _E4M3:
-        bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
-        value = bits.to(tl.float32, bitcast=True) * (scale * 1152921504606846976.0)  # 2**60
-    elif MATRIX.code == _IQ4_NL:
-        value = value_of_iq4_nl(word, PLACE, MATRIX) * scale
-    else:
-        one: tl.constexpr = (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits))) / 4194304  # 2**-22
-        bits = integer_of_word(word, high, PLACE, MATRIX)
-        value = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # 2**127
-        if MATRIX.n_factors == 2:
-            value = value * (scale * (1.0 / one)) - zero
-        else:
-            value -= zero * one
-            value *= scale * (1.0 / one)
-    return value.to(KIND)
-
-
-@triton.jit
-def integer_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The integer at a place of int32, from 0 on, times a power of two: in the half of the int32,
-    it begins where its low bits do. The bits of a subnormal number are an integer."""
-    HALF: tl.constexpr = 16 // MATRIX.bits
-    first: tl.constexpr = MATRIX.bits * (PLACE % HALF)
-    if MATRIX.code == _SIGNED:
-        word = word ^ -0x7F7F7F80
-    if HALF <= PLACE:
-        word = word >> 16
-    bits = word & (((1 << MATRIX.bits) - 1) << first)
-    if MATRIX.high_bits > 0:
-        if HALF <= PLACE:
-            high = high >> HALF * MATRIX.high_bits
-        shift: tl.constexpr = first + MATRIX.bits - PLACE % HALF * MATRIX.high_bits
-        mask: tl.constexpr = ((1 << MATRIX.high_bits) - 1) << first + MATRIX.bits
-        bits = bits | ((high << shift) & mask)
-    return bits
-
-
-@triton.jit
-def value_of_iq4_nl(word, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The value of the code at a place: a polynomial differs by less than 0.44 and is rounded."""
-    one: tl.constexpr = 4194304 / (1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits)))  # 2**22
-    bits = integer_of_word(word, word, PLACE, MATRIX)
-    x = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # code / one
-    value = 1.58604e-3 * (one * one * one * one) * x + 0.0310864 * (one * one * one)
-    value = (value * x - 1.37193 * (one * one)) * x + 24.1738 * one
-    value = value * x - 126.567
-    return (value + 12582912.0) - 12582912.0  # 1.5 * 2**23
-
-
-@triton.jit
-def lacking_factor(MATRIX: tl.constexpr):
-    """What products with weights of `weight_of_word` lack, about half of the factor of a code: with
-    all of it, or with none, weights of large or small scales could not be float32. Scales from
-    2**-57 to 2**63 are exact."""
-    if MATRIX.code == _E2M1:
-        return 4611686018427387904.0  # 2**62
-    elif MATRIX.code == _E4M3:
-        return 1152921504606846976.0  # 2**60
-    else:
-        return 1.0
-
-
-@triton.jit
-def zeros_of_words(zeros, factors, row, group, inside, MATRIX: tl.constexpr):
-    """What is subtracted from the codes of int32, or minimums."""
-    if MATRIX.n_factors == 2:
-        factor = load_group_factors(factors, row, group, inside, 1, MATRIX)
-        return load_zeros(zeros, row, group, inside, MATRIX) * factor
-    elif MATRIX.zeros >= 0:
-        return load_zeros(zeros, row, group, inside, MATRIX)
-    elif MATRIX.code == _SIGNED:
-        return 128.0
-    else:
-        return MATRIX.zero * 1.0
-
-
-@triton.jit
-def words_of_units(unit, MATRIX: tl.constexpr):
-    """The int32 of some units of a row, [1, units, unit]."""
-    return unit[None, :, None] * MATRIX.unit + tl.arange(0, MATRIX.unit)[None, None, :]
-
-
-@triton.jit
-def high_of_words(high, MATRIX: tl.constexpr):
-    """Of the int32 with the high bits of units [rows, units], those of each word of codes in the
-    lowest place."""
-    if MATRIX.high_bits > 0:
-        first = tl.arange(0, MATRIX.unit)[None, None, :] * (8 * MATRIX.high_bits)
-        return high[:, :, None] >> first
-    else:
-        return high
-
-
-@triton.jit
-def term_of_word(word, high, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """The code at a place of int32 as float32, with few operations on integers. It lacks a power of
-    two: a part of it the input gets first (`input_factors`), the rest the sum of products
-    (`sum_units`), which also subtracts zeros."""
-    if MATRIX.code == _IQ4_NL:
-        value = value_of_iq4_nl(word, PLACE, MATRIX)
-    else:
-        if MATRIX.code == _E2M1:
-            bits = ((word << (28 - 4 * PLACE)) >> 6) & -0x7E400000
-        elif MATRIX.code == _E4M3:
-            bits = ((word << (24 - 8 * PLACE)) >> 4) & -0x78100000
-        else:
-            bits = integer_of_word(word, high, PLACE, MATRIX)
-        value = bits.to(tl.float32, bitcast=True)
-    return value
-
-
-@triton.jit
-def input_factors(column, MATRIX: tl.constexpr):
-    """What the inputs of some columns get first: products with codes in the exponents of subnormal
-    numbers are then exact."""
-    exponent = 64 + 0 * column
-    if MATRIX.code == _IQ4_NL:
-        exponent = 0 * column
-    elif MATRIX.code != _E2M1 and MATRIX.code != _E4M3:
-        exponent -= column % (16 // MATRIX.bits) * MATRIX.bits
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def zero_term(value, PLACE: tl.constexpr, MATRIX: tl.constexpr):
-    """An input as `sum_units` needs it for zeros: its product with code 1."""
-    if MATRIX.code != _UNSIGNED and MATRIX.code != _SIGNED:
-        return 0.0
-    else:
-        one: tl.constexpr = 1 << MATRIX.bits * (PLACE % (16 // MATRIX.bits))
-        return value * (one * 1.401298464324817e-45)  # 2**-149
-
-
-@triton.jit
-def sum_units(products, zero_terms, zero, scale, MATRIX: tl.constexpr):
-    """The sums of some units of weights times inputs."""
-    total = tl.sum(products, 2)
-    if MATRIX.code == _E2M1:
-        return total * 4611686018427387904.0 * scale  # 2**62
-    elif MATRIX.code == _E4M3:
-        return total * 72057594037927936.0 * scale  # 2**56
-    elif MATRIX.code == _IQ4_NL:
-        return total * scale
-    elif MATRIX.n_factors == 2:
-        minimum = tl.sum(zero_terms, 2) * 38685626227668133590597632.0 * zero
-        return total * 38685626227668133590597632.0 * scale - minimum
-    else:
-        total -= tl.sum(zero_terms, 2) * zero
-        return total * 38685626227668133590597632.0 * scale  # 2**85

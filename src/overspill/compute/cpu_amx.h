@@ -105,7 +105,7 @@ struct Tiles {
     int64_t stride, step;
 };
 
-// What each step of a product prefetches: `lines` lines of other weights, and `a` at a distance of
+// Prefetches of each step of a product: `lines` lines of other weights, and `a` at a distance of
 // `near` lines.
 struct StepPrefetch {
     Prefetch* other = nullptr;

@@ -41,7 +41,7 @@ struct HiddenPart {
     int64_t stride, first, count;
 };
 
-// Those of a block: gates and up values apart, or alternating.
+// The gradients of the pre-activations of a block: gates and up values apart, or alternating.
 template <class T>
 struct HiddenParts {
     int64_t size;

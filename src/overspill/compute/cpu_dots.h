@@ -46,7 +46,7 @@ struct CodeRow {
 INLINE int64_t ordered_bytes(int64_t k) { return padded(k, ORDERED) * 4 + padded(k, ORDERED) / 2; }
 
 struct GenericDots : GenericCodes {
-    static constexpr bool FUSED = false;  // it has none
+    static constexpr bool FUSED = false;  // has no products of codes
 };
 
 #if HAVE_X86
@@ -56,7 +56,7 @@ struct Avx2Dots : Avx2Codes {
     using Token = float;
     static constexpr int64_t LANES = 8;
 
-    // Where the number of a column is in an ordered token row.
+    // Position of a column's number in an ordered token row.
     INLINE int64_t place(int64_t column) {
         const int64_t at = column % 64;
         return column - at + at % 8 * 8 + at / 8;
@@ -261,7 +261,7 @@ struct Avx512Dots : Avx512Codes {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_xor_si128(bytes, turn)));
     }
 
-    // As that of AVX2.
+    // As in Avx2Dots.
     template <int M, bool INTEGERS>
     TARGET_AVX512 static void dot_bytes(const CodeRow& row, float* c) {
         const __m128i turn = _mm_set1_epi8(row.matrix->code_type == UINT8_CODES ? -128 : 0);

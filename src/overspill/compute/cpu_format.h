@@ -1,4 +1,4 @@
-// Where the parts of packed weights are in a record, and how to read them.
+// Positions of the parts of packed weights in a record, and access to them.
 //
 // A value is (code - zero) * scale, where the product is rounded once; for bf16 the nearest of it.
 // The scale may be multiplied or divided by a factor before.
@@ -8,7 +8,7 @@
 
 namespace {
 
-// What codes are: two codes in a byte, the low four bits first, or one.
+// Types of codes: two codes in a byte, the low four bits first, or one.
 enum CodeType : int32_t { NIBBLES = 0, E4M3_CODES = 1, INT8_CODES = 2, UINT8_CODES = 3 };
 
 // Types of scales and factors, and of zero points.

@@ -85,8 +85,8 @@ constexpr int64_t MAX_SHARED_DX_ROWS = 48;
 constexpr int64_t MAX_PREFETCH = 512 << 10;  // bytes of w_in: must fit the L2 cache
 constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out are prefetched
 
-// Functions between the two matrices, of the gate and times up if there are gates; as `Function` of
-// activation.py, which says what they are.
+// Functions between the two matrices, of the gate and times up if there are gates; as `Function` in
+// activation_form.py.
 enum Function : int32_t { GELU = 0, SILU = 1, RELU = 2, CLAMPED = 3 };
 
 // Low-rank matrices behind the weights in a record, B @ A: A [rank, inputs] and B [outputs, padded],
@@ -95,8 +95,8 @@ struct LowRankArgs {
     int64_t a, b, rank, padded;  // rank 0: there are none
 };
 
-// What a backward leaves in the memory of a gradient: the gradient, the sum of it and of what is
-// there, or its factors (cpu_factors.h).
+// Content of the memory of a gradient after a backward: the gradient, the gradient added to the old
+// content, or its factors (cpu_factors.h).
 enum GradientKind : int64_t { FORMED = 0, ADDED = 1, FACTORED = 2 };
 
 // Arguments of a call, mirrored by `GroupArgs` in cpu_kernel.py. Strides count elements.
@@ -114,8 +114,9 @@ struct GroupArgs {
     Function function;
     int32_t backward, bf16, threads, isa;
     // Backward only; null without weight gradients. For each expert: the memory of its gradient, in
-    // the order of its record; what is left there (GradientKind); and where the sum of squares of
-    // the result goes, unless factors are left. An expert without token rows gets none of them.
+    // the order of its record; its content afterwards (GradientKind); and the address for the sum
+    // of squares of the result, unless these are factors. Nothing is written for an expert without
+    // token rows.
     void* const* gradients;
     const int64_t* gradient_kinds;
     float* const* squares;
@@ -132,7 +133,7 @@ struct ExpertRows {
     void* gradient = nullptr;        // of its weights; null: none is made
     int64_t gradient_kind = FORMED;  // a GradientKind
     float* square = nullptr;         // where the sum of squares of the gradient goes
-    double* square_shares = nullptr; // [HIDDEN tasks + OUTPUT tasks] of backward: parts of it
+    double* square_shares = nullptr; // [HIDDEN tasks + OUTPUT tasks] of backward: parts of `square`
     char* x_tiles = nullptr;         // AMX: x, packed for nt; fused: ordered token rows
     char* a = nullptr;               // forward: the activation; AMX and fused: as x_tiles
     char* plain_a = nullptr;         // fused, with a low-rank part of w_out: the activation [R, H]
@@ -153,7 +154,7 @@ struct Group : GroupArgs {
     bool ordered[2] = {false, false};  // W_IN, W_OUT: fused kernels read their codes
 
     int64_t gates() const { return gated ? 2 : 1; }
-    // Of the weights of an output.
+    // Bytes of the weights of an output.
     int64_t row_bytes(int tensor) const {
         if (format) return format->piece_of(tensor, 0).matrix.row_bytes();
         return (tensor == W_IN ? d : h) * weight_bytes;
@@ -262,7 +263,7 @@ Prefetch output_weights(const Group& group, const ExpertRows& own, int64_t unit,
                     count * group.weight_bytes, most(0, group.d - ROWS_AHEAD));
 }
 
-// Computes one task. `next` is what the next task of this thread reads.
+// Computes one task. `next` are the weights that the next task of this thread reads.
 using TaskFunction = void (*)(const Group&, const ExpertRows&, int phase, int64_t index,
                               Prefetch& next);
 

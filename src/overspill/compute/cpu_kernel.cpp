@@ -17,6 +17,7 @@
 #include "cpu_misses.h"
 #include "cpu_packed.h"
 #include "cpu_requests.h"
+#include "cpu_runner.h"
 
 namespace {
 
@@ -43,7 +44,7 @@ void unpack(const PackedMatrix& matrix, const char* record, void* out, int64_t r
     unpack_matrix<T, Generic<T>>(matrix, record, to, row_stride, column_stride, threads, pool);
 }
 
-// Of the calling thread, for calls without a runner.
+// Returns the executor of the calling thread, for calls without a runner.
 Executor& own_executor() {
     static thread_local Executor executor;
     return executor;
@@ -98,7 +99,7 @@ int overspill_runner_wait(Runner* runner, const uint32_t* done, uint32_t number,
     return runner->wait(*reinterpret_cast<const Flag*>(done), number, seconds, progress);
 }
 
-// `inject` as above; the others as in MissRunner.
+// `inject` is as above, other arguments as in MissRunner.
 MissRunner* overspill_misses_new(const GroupArgs* args, const MissMemory* memory,
                                  const MissSizes* sizes, const PackedExpert* const* formats,
                                  void (*inject)(), Fetch fetch) {

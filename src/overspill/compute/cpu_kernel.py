@@ -1,9 +1,9 @@
 """The C++ kernel that computes experts on the CPU, `cpu_kernel.cpp`, called with tensors.
 
 One call computes a group: some experts of a layer, each with its token rows. Rows and results are
-host tensors, and weights are read where they are stored. Results are rounded where those of the GPU
-are: after each product and after the activation. Gradients of weights are formed in the memory that
-the caller gives for each expert.
+host tensors, and weights are read where they are stored. Results are rounded at the same places as
+on the GPU: after each product and after the activation. Gradients of weights are formed in the
+memory that the caller gives for each expert.
 
 Shapes: R token rows sorted by expert, D model.
 """
@@ -12,14 +12,15 @@ import ctypes
 import enum
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Activation, Form, Function, form_of
+from overspill.compute.activation import Activation, form_of
+from overspill.compute.activation_form import Form, Function
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.native import load_library
@@ -27,6 +28,7 @@ from overspill.tiers.layout import LowRankPlanes
 
 ISA_NAMES = ("generic", "avx2", "avx512", "avx512bf16", "amx")  # in the order of cpu_isa.h
 _BEST_ISA = -1
+_CALLBACK = ctypes.CFUNCTYPE(None)
 
 # Token rows of an expert up to which the kernel pays: (forward, backward). Measured against torch
 # with the same instruction set, on one core, for 1024×4096 and gated 2048×768: here both are equal,
@@ -39,7 +41,7 @@ _MAX_ROWS = {  # in the order of ISA_NAMES
 }
 
 
-class PackedRecords(Protocol):
+class PackedFormat(Protocol):
     """The layout of records of packed weights."""
 
     @property
@@ -47,11 +49,11 @@ class PackedRecords(Protocol):
 
     @property
     def native(self) -> ctypes.Structure | None:
-        """The same for the library; None if its kernels cannot read it."""
+        """The layout as arguments of the C++ library; None if its kernels cannot read it."""
 
 
 LowRank = tuple[LowRankPlanes | None, LowRankPlanes | None]
-"""Those of w_in and w_out."""
+"""Low-rank parts of w_in and w_out."""
 
 
 class ExpertRows(NamedTuple):
@@ -74,10 +76,10 @@ class BackwardRows(NamedTuple):
 
 
 class GradientKind(enum.IntEnum):
-    """What a backward leaves in the memory of a gradient; as in cpu_group.h."""
+    """Content of the memory of a gradient after a backward; as in cpu_group.h."""
 
     FORMED = 0
-    ADDED = 1  # to what the memory holds, with torch's rounding
+    ADDED = 1  # added to the content of the memory, with torch's rounding
     FACTORED = 2  # one row of factors for each token row, from which an optimizer forms it
 
 
@@ -85,20 +87,22 @@ class WeightGradient(NamedTuple):
     """Memory in which the gradient of an expert's weights is formed."""
 
     memory: Tensor
-    """Flat, in the order of the expert's record; of factors the first free row."""
+    """The gradient, flat and in the order of the expert's record; for factors, the first free
+    row."""
     square: Tensor
-    """One float32: gets the sum of squares of what the memory holds then, unless it is factored."""
+    """One float32, which receives the sum of squares of the memory's content, unless that is
+    factors."""
     kind: GradientKind = GradientKind.FORMED
 
 
 def factor_row_bytes(shape: ExpertShape, dtype: torch.dtype) -> int:
-    """Bytes of the factors of one token row; as in cpu_factors.h."""
+    """Return the bytes of the factors of one token row; as in cpu_factors.h."""
     numbers = (2 * shape.d_model + shape.in_rows + shape.d_hidden) * dtype.itemsize
     return round_up(round_up(numbers, 4) + 4, 64)
 
 
 def cpu_isa() -> str | None:
-    """The best instruction set of ISA_NAMES that this CPU has; None without a compiler."""
+    """Return the best instruction set of ISA_NAMES that this CPU has; None without a compiler."""
     library = cpu_library()
     return None if library is None else str(library.overspill_cpu_isa().decode())
 
@@ -107,10 +111,10 @@ def why_unsupported(
     dtype: torch.dtype,
     shape: ExpertShape,
     activation: Activation | None,
-    formats: Sequence[PackedRecords] = (),
+    formats: Sequence[PackedFormat] = (),
 ) -> str | None:
-    """Why the kernel does not compute such experts; None if it does. `formats` are those of packed
-    records, which `MissRunner` reads in a decoding step."""
+    """Return why the kernel does not compute such experts; None if it does. `formats` are the
+    layouts of packed records, which `MissRunner` reads in a decoding step."""
     if cpu_library() is None:
         return "no C++ compiler"
     form = form_of(activation, shape.gated)
@@ -126,7 +130,8 @@ def why_unsupported(
 
 
 def max_kernel_rows(dtype: torch.dtype, backward: bool) -> int:
-    """Token rows of one expert up to which the kernel is not slower than torch; 0 without it."""
+    """Return the number of token rows of one expert up to which the kernel is not slower than
+    torch; 0 without a kernel."""
     isa = cpu_isa()
     return 0 if isa is None else _MAX_ROWS[dtype][ISA_NAMES.index(isa)][backward]
 
@@ -139,13 +144,13 @@ def kernel_forward(
     threads: int,
     isa: str | None = None,
     form: Form | None = None,
-    format: PackedRecords | None = None,
+    format: PackedFormat | None = None,
     low_rank: LowRank = (None, None),
 ) -> None:
     """Writes the outputs of the experts' token rows into `y_RD`, without routing weights.
 
-    Computes in the calling thread and a thread pool of it. `isa` selects one of ISA_NAMES instead
-    of the best; `form`, `format` and `low_rank` as in `group_args`."""
+    Computes in the calling thread and its thread pool. `isa` selects one of ISA_NAMES instead of
+    the best; `form`, `format` and `low_rank` are as in `group_args`."""
     args = group_args(
         x_RD, y_RD, experts, shape, threads, isa, form=form, format=format, low_rank=low_rank
     )
@@ -161,17 +166,18 @@ def kernel_backward(
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
 ) -> None:
-    """Writes the gradients of sum(row_weight * y * dy) into `dx_RD` and `drow_weight_R`, and those
-    of the experts' weights into `gradients`, one for each expert, if they are given. That of an
-    expert without token rows is left as it is."""
+    """Writes the gradients of sum(row_weight * y * dy) into `dx_RD` and `drow_weight_R`, and the
+    gradients of the experts' weights into `gradients`, one for each expert, if given. The gradient
+    of an expert without token rows is left as it is."""
     args = group_args(rows.x_RD, rows.dx_RD, experts, shape, threads, isa, rows, form, gradients)
     loaded_library().overspill_compute(args)
 
 
 def read_bandwidth(tensor: Tensor, threads: int) -> float:
-    """Bytes per second at which `threads` threads read `tensor`, the best of three passes.
+    """Return the bytes per second at which `threads` threads read `tensor`, the best of three
+    passes.
 
-    It measures memory only if the tensor is much larger than the caches: 1.5 GB or more.
+    The result is that of memory only if the tensor is much larger than the caches: 1.5 GB or more.
     """
     library = cpu_library()
     flat = tensor.contiguous().view(-1).view(torch.uint8)
@@ -188,13 +194,13 @@ def read_bandwidth(tensor: Tensor, threads: int) -> float:
 
 
 class LowRankArgs(ctypes.Structure):
-    """`LowRankArgs` of cpu_group.h."""
+    """Mirror of `LowRankArgs` in cpu_group.h."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in ("a", "b", "rank", "padded"))
 
 
 class GroupArgs(ctypes.Structure):
-    """`GroupArgs` of cpu_group.h."""
+    """Mirror of `GroupArgs` in cpu_group.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "dy", "out", "row_weight", "drow_weight")),
@@ -220,12 +226,12 @@ def group_args(
     backward: BackwardRows | None = None,
     form: Form | None = None,
     gradients: Sequence[WeightGradient] = (),
-    format: PackedRecords | None = None,
+    format: PackedFormat | None = None,
     low_rank: LowRank = (None, None),
 ) -> GroupArgs:
-    """The checked arguments of a native call; valid as long as the tensors exist. `form` is that of
-    the activation; by default the usual one. `format` is that of packed records; `low_rank` are the
-    low-rank parts of w_in and w_out in records."""
+    """Return the checked arguments of a native call, which are valid as long as the tensors exist.
+    `form` is the activation, by default gated SiLU, or GELU without a gate. `format` is the layout
+    of packed records; `low_rank` are the low-rank parts of w_in and w_out in records."""
     form = form or Form.usual(shape.gated)
     clamped = form.function is Function.CLAMPED
     assert threads >= 1
@@ -298,13 +304,14 @@ def group_args(
     return args
 
 
-def native_formats(formats: Sequence[PackedRecords]) -> "ctypes.Array[ctypes.c_void_p] | None":
-    """The addresses of the descriptions of records, valid as long as the formats; None for none."""
+def native_formats(formats: Sequence[PackedFormat]) -> "ctypes.Array[ctypes.c_void_p] | None":
+    """Return the addresses of the descriptions of records, valid as long as the formats exist; None
+    without formats."""
     addresses = [ctypes.addressof(_native(format)) for format in formats]
     return (ctypes.c_void_p * len(addresses))(*addresses) if addresses else None
 
 
-def _native(format: PackedRecords) -> ctypes.Structure:
+def _native(format: PackedFormat) -> ctypes.Structure:
     assert format.native is not None
     return format.native
 
@@ -315,9 +322,35 @@ def loaded_library() -> ctypes.CDLL:
     return library
 
 
+def inject_callback(
+    inject: Callable[[str], object] | None, failures: list[BaseException]
+) -> Callable[[], None] | None:
+    """Return the callback with which native threads call `inject("cpu")` in fault-injection tests.
+    Its exceptions are appended to `failures`. The caller keeps the callback until they end."""
+    if inject is None:
+        return None
+
+    def call() -> None:
+        try:
+            inject("cpu")
+        except BaseException as error:
+            failures.append(error)
+
+    return _CALLBACK(call)
+
+
+def raise_first(failures: list[BaseException]) -> None:
+    """Raise the first of the stored failures, if there are any, and drop all."""
+    if failures:
+        failure = failures[0]
+        failures.clear()
+        raise failure
+
+
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The compiled kernel with its signatures; None without a compiler, which is logged once."""
+    """Return the compiled kernel with its signatures; None without a compiler, which is logged
+    once."""
     library = load_library(Path(__file__).with_name("cpu_kernel.cpp"), "cpu-experts")
     if library is None:
         return None

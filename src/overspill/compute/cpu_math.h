@@ -155,7 +155,7 @@ INLINE float differentiate(const float* __restrict h, const float* __restrict up
     return total;
 }
 
-// The same for the activation of GPT-OSS. As in torch, a value that is clamped, or NaN, has no
+// Backward of the activation of GPT-OSS. As in torch, a value that is clamped, or NaN, has no
 // gradient.
 template <class T, bool KEEP>
 INLINE float differentiate_clamped(const float* __restrict h, const float* __restrict up_,
@@ -204,7 +204,7 @@ INLINE void store_rounded(float* to, float value) { *to = value; }
 INLINE void store_rounded(uint16_t* to, float value) { *to = uint16_t(to_bits(value) >> 16); }
 
 // Rounds a piece of a weight gradient (at most BLOCK elements) and stores it, or with `add` adds it to
-// what is there. Returns the sum of squares of the result.
+// the memory. Returns the sum of squares of the result.
 template <class T>
 INLINE float store_gradient_body(const float* __restrict from, int64_t count, T* __restrict to,
                                  bool add) {

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -26,14 +28,14 @@ struct MissMemory {
     Flag *ready, *done;           // [layers]
     const int32_t* count;         // listed pairs of a row and an expert
     const int32_t* n_rows;        // token rows of the batch
-    const int32_t *row, *expert;  // of each pair; an expert of -1 is on the device
+    const int32_t *row, *expert;  // of each pair; -1: its expert is on the device
     const float* weight;
     const void* x;  // [rows, D]
     float* out;     // [rows, D]: the weighted sum over a row's missing experts
-    // Experts that a later layer will miss, as layer * experts + expert, or -1. Hints: they may be
+    // Hints: experts that a later layer will miss, as layer * experts + expert, or -1. They may be
     // incomplete or old.
     const int32_t* ahead;  // [pairs or experts]
-    Flag* ahead_count;     // of those, 0 for none; the thread resets it
+    Flag* ahead_count;     // number of hints, 0 for none; the thread resets it
 };
 
 struct Pair {
@@ -43,44 +45,45 @@ struct Pair {
 
 struct MissSizes {
     int64_t layers, experts, rows, top_k, record_bytes;
-    int64_t spin_ns;  // after a request: until then threads spin for the next
+    int64_t spin_ns;  // time that threads spin after a request for the next one
 };
 
 struct MissSpan {
     int64_t layer, begin, end;
-    int64_t experts;  // computed; negative for those that were loaded into the caches
+    int64_t experts;  // computed experts; negative: experts that were loaded into the caches
 };
 
 struct MissCounts {
-    int64_t experts, ns;  // computed so far, and the time it took
-    int64_t loaded;       // into the caches before
+    int64_t experts, ns;  // experts computed so far, and the time it took
+    int64_t loaded;       // experts loaded into the caches before they were needed
 };
 
-// Asks for records that are on disk. For each request:
-//     HOLD       gives the addresses of the records of `second` experts of the layer `first`, and
-//                where in the file they must be read from; or PRESENT in memory, or ARRIVING there
-//     LEARN      reading takes a while: what costs time may be done now
-//     END_READS  unless all were present: they were read; or an errno in `second`, negative for
-//                the end of the file, and the index of the expert in `first`. After that, or if it
-//                fails, nothing is held. Waits for those that were arriving
-//     RELEASE    they are not used any more
+// Callback to the owner of records on disk (`RecordSource` in misses.py). For each request:
+//     HOLD       hold the records of `second` experts of the layer `first`: get their addresses,
+//                and the offsets in the file to read them from; or PRESENT in memory, or ARRIVING
+//     LEARN      the records are being read: the callback may do work that takes time
+//     END_READS  called unless all were present: the reads have ended, with 0 or an errno in
+//                `second`, negative for the end of the file, and the index of the expert that
+//                failed in `first`. Waits for records that were arriving. After an error, or if the
+//                call fails, nothing is held
+//     RELEASE    the held records are not used any more
 // At any time between:
-//     EXPECT     the layer `first` is likely to need these `second` experts; gives their addresses
-//                and where in the file those must be read from that are not PRESENT
-//     END_AHEAD  such a read of the one expert of the layer `first` has ended, with an errno in
+//     EXPECT     the layer `first` is likely to need these `second` experts: get their addresses,
+//                and the offsets in the file of records that are not PRESENT
+//     END_AHEAD  a read of EXPECT has ended, of one expert of the layer `first`, with an errno in
 //                `second` as above. Called by the threads that read
 // Returns the file, negative after a failure.
 using Fetch = int (*)(int what, int64_t first, int64_t second, const int32_t* experts,
                       void** addresses, int64_t* offsets);
 enum { HOLD, LEARN, END_READS, EXPECT, RELEASE, END_AHEAD };
 constexpr int64_t PRESENT = -1, ARRIVING = -2;
-constexpr int64_t LOOK_NS = 50000;  // between two looks at what is announced, while it reads
+constexpr int64_t LOOK_NS = 50000;  // between two looks at the hints, while records are read
 
 class MissRunner {
   public:
     // `args` has the sizes of an expert, the type of its weights and the number of threads;
-    // `formats` are those of each layer's records, if they are packed. `inject` as in Request. With
-    // `fetch`, it gives the records instead of `set_records`.
+    // `formats` has the format of each layer's records, if they are packed. `inject` is as in
+    // Request. If `fetch` is given, it provides the records instead of `set_records`.
     MissRunner(const GroupArgs& args, const MissMemory& memory, const MissSizes& sizes,
                const PackedExpert* const* formats, void (*inject)(), Fetch fetch)
         : args(args),
@@ -105,7 +108,7 @@ class MissRunner {
         group_addresses.resize(sizes.experts);
         starts.resize(sizes.experts);
         stops.resize(sizes.experts);
-        announced.resize(sizes.experts);
+        hinted.resize(sizes.experts);
         ahead_experts.resize(sizes.experts);
         ahead_addresses.resize(sizes.experts);
         ahead_offsets.resize(sizes.experts);
@@ -118,16 +121,16 @@ class MissRunner {
 
     ~MissRunner() { close(); }
 
-    // Addresses of the records of a layer's experts; null where one is not in host memory.
+    // Sets the addresses of the records of a layer's experts; null: not in host memory.
     void set_records(int64_t layer, const void* const* addresses) {
         for (int64_t i = 0; i < sizes.experts; ++i)
             records[layer * sizes.experts + i].store(addresses[i], std::memory_order_release);
     }
 
-    // No step runs: threads sleep. A request is computed nevertheless, with a delay.
+    // Lets the threads sleep, because no step runs. A request is still computed, with a delay.
     void pause() { paused = true; }
 
-    // A step begins.
+    // Wakes the threads, because a step begins.
     void resume() {
         {
             const std::lock_guard<std::mutex> guard(lock);
@@ -137,7 +140,7 @@ class MissRunner {
         changed.notify_one();
     }
 
-    // The first failure since the last call, or an empty string.
+    // Returns the first failure since the last call, or an empty string.
     std::string take_failure() {
         const std::lock_guard<std::mutex> guard(lock);
         return std::exchange(failure, {});
@@ -171,9 +174,7 @@ class MissRunner {
 
   private:
     void work() {
-#if defined(__linux__)
-        prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the default of 50000 would prolong short sleeps
-#endif
+        shorten_sleeps();
         int64_t layer = 0, idle_since = now_ns();
         for (uint32_t seen = 0;;) {
             const bool last = closed;  // read first: close() comes after the last flag
@@ -205,7 +206,7 @@ class MissRunner {
         }
     }
 
-    // The first layer from `first` on, and then from 0 on, that is ready; -1 if none is.
+    // Returns the next layer that is ready, from `first` on and then from 0; -1 if none is.
     int64_t next_ready(int64_t first) const {
         const auto ready = [&](int64_t layer) {
             return memory.ready[layer].load(std::memory_order_acquire) != 0;
@@ -217,8 +218,8 @@ class MissRunner {
         return -1;
     }
 
-    // Loads what a later layer will read into the caches until a request comes; false if there is
-    // nothing to load. The next request is probably that of `layer`.
+    // Loads weights that a later layer will read into the caches, until a request comes; returns
+    // false if there is nothing to load. The next request is probably that of `layer`.
     bool load_ahead(int64_t layer) {
         if (fetch) return false;
         if (memory.ahead_count->load(std::memory_order_relaxed) && !guarded([&] { plan_loads(); }))
@@ -239,7 +240,7 @@ class MissRunner {
         return true;
     }
 
-    // With the lock.
+    // Appends a span. The caller holds the lock.
     void keep(const MissSpan& span) {
         if (spans.size() < SPANS)
             spans.push_back(span);
@@ -247,7 +248,8 @@ class MissRunner {
             spans[std::exchange(oldest, (oldest + 1) % SPANS)] = span;
     }
 
-    // A request as the one that will come: the same threads get the same weights.
+    // Makes `load_request` like the request that will come: each thread then loads the weights that
+    // it will need.
     void plan_loads() {
         int64_t pairs = 0;
         loaded_layer = -1;
@@ -262,7 +264,7 @@ class MissRunner {
         fill_request(load_request, args);
     }
 
-    // Calls `use` with the layer and the id of each expert that was announced.
+    // Calls `use` with the layer and the id of each expert of the latest hint.
     template <class Use>
     void take_ahead(const Use& use) {
         const int64_t count = memory.ahead_count->load(std::memory_order_acquire);
@@ -276,7 +278,7 @@ class MissRunner {
         }
     }
 
-    // Always ends with `done`: the GPU waits for it.
+    // Computes the request of a layer. Always sets `done`, because the GPU waits for it.
     void serve(int64_t layer) {
         MissSpan span{layer, now_ns(), 0, 0};
         memory.ready[layer].store(0, std::memory_order_relaxed);
@@ -296,7 +298,7 @@ class MissRunner {
         keep(span);
     }
 
-    // Whether `body` succeeds; its failure is stored.
+    // Runs `body` and stores its failure; returns whether it succeeded.
     template <class Body>
     bool guarded(const Body& body) {
         try {
@@ -309,7 +311,7 @@ class MissRunner {
         }
     }
 
-    // Returns the number of experts.
+    // Computes the missing experts of a layer; returns their number.
     int64_t compute(int64_t layer) {
         const int64_t rows = *memory.n_rows, pairs = take_pairs(layer, *memory.count, rows);
         group_pairs(layer, pairs);
@@ -339,14 +341,15 @@ class MissRunner {
         executor.execute(request, never);
     }
 
-    // Computes what is in memory while the other records are read, and then what later layers need.
+    // Computes the experts in memory while the other records are read, and then the others. Reads
+    // ahead for later layers meanwhile.
     void compute_fetched(int64_t layer) {
         const int file = fetch(HOLD, layer, args.count, group_experts.data(),
                                group_addresses.data(), group_offsets.data());
         if (file < 0) throw std::runtime_error("records of experts are missing");
         held = true;
         std::vector<RecordRead> absent;
-        std::vector<int64_t> index;  // of those in the group
+        std::vector<int64_t> index;  // in the group, of each absent expert
         std::vector<std::shared_ptr<ReadJob>> jobs;
         bool complete = true;
         for (int64_t i = 0; i < args.count; ++i) {
@@ -372,7 +375,7 @@ class MissRunner {
             return;
         }
         const bool first = started && execute_some(true);
-        // Announcements may come after the request.
+        // A hint may come after the request.
         for (const auto& job : jobs)
             while (!reads.wait(*job, LOOK_NS)) expect_records(layer, file);
         const ReadResult result = started ? (own ? own->result : ReadResult{}) : ReadResult{0, EAGAIN};
@@ -385,7 +388,8 @@ class MissRunner {
         if (!first || !execute_some(false)) throw std::runtime_error("experts are not computed");
     }
 
-    // Those that were present in memory, or the others: an expert without rows is not computed.
+    // Computes the experts that were present in memory, or the others: experts without rows are not
+    // computed.
     bool execute_some(bool present) {
         const std::vector<int64_t> saved(stops);
         for (int64_t i = 0; i < args.count; ++i)
@@ -395,17 +399,17 @@ class MissRunner {
         return computed;
     }
 
-    // Begins to read what was announced for a later layer: after what this one needs.
+    // Begins to read the experts that hints name for a later layer, after those of this one.
     void expect_records(int64_t current, int file) {
         int64_t layer = -1, count = 0;
         take_ahead([&](int64_t later, int32_t expert) {
-            // What a layer without misses has left there may be over.
-            if (later <= current || (layer >= 0 && later != layer) || announced[expert]) return;
+            // An old hint may be for a layer that has already run without misses.
+            if (later <= current || (layer >= 0 && later != layer) || hinted[expert]) return;
             layer = later;
-            announced[expert] = true;
+            hinted[expert] = true;
             ahead_experts[count++] = expert;
         });
-        for (int64_t i = 0; i < count; ++i) announced[ahead_experts[i]] = false;
+        for (int64_t i = 0; i < count; ++i) hinted[ahead_experts[i]] = false;
         if (count == 0) return;
         if (fetch(EXPECT, layer, count, ahead_experts.data(), ahead_addresses.data(),
                   ahead_offsets.data()) < 0)
@@ -431,10 +435,10 @@ class MissRunner {
         });
         if (started) return;
         ended(EAGAIN);
-        arriving.clear();  // its last one may never end; END_READS waits for the others too
+        arriving.clear();  // the last job may never end; END_READS waits for the others too
     }
 
-    // That reads the record of an expert ahead, or null.
+    // Returns the job that reads the record of an expert ahead, or null.
     std::shared_ptr<ReadJob> read_ahead_job(int64_t layer, int32_t expert) const {
         for (const Arriving& each : arriving)
             if (each.layer == layer && each.expert == expert) return each.job;
@@ -525,8 +529,8 @@ class MissRunner {
     Executor executor{sizes.spin_ns};
     RecordReads reads;
     Request load_request;
-    int64_t loaded_layer = -1;  // that it is for, -1 for none
-    bool held = false;  // records of the current request
+    int64_t loaded_layer = -1;  // layer of load_request, -1 for none
+    bool held = false;          // whether records of the current request are held
     Scratch x_memory, y_memory;
     char *x, *y;                    // ordered by expert
     std::vector<Pair> missing;      // of this request
@@ -544,8 +548,8 @@ class MissRunner {
         int32_t expert;
         std::shared_ptr<ReadJob> job;
     };
-    std::vector<Arriving> arriving;  // read ahead; some may have ended
-    std::vector<char> announced;     // of each expert, during expect_records
+    std::vector<Arriving> arriving;  // jobs that read ahead; some may have ended
+    std::vector<char> hinted;        // whether an expert was named, during expect_records
     std::vector<int32_t> ahead_experts;
     std::vector<void*> ahead_addresses;
     std::vector<int64_t> ahead_offsets;

@@ -35,7 +35,7 @@ void row_scales(const PackedMatrix& matrix, const char* record, int64_t row, con
     read_row<Isa>(matrix.scale_type, record + matrix.scales, first, columns.groups, to);
 }
 
-// Their zero points.
+// The zero points of some groups of a row.
 template <class Isa>
 void row_zeros(const PackedMatrix& matrix, const char* record, int64_t row, const Columns& columns,
                float* to) {

@@ -1,5 +1,5 @@
-// Products of packed weights in forward tasks. For few token rows the codes are multiplied as they
-// are; else the weights of a task are unpacked first.
+// Products of packed weights in forward tasks. For few token rows the codes are multiplied without
+// unpacking; else the weights of a task are unpacked first.
 #pragma once
 
 #include "cpu_packed.h"

@@ -47,15 +47,16 @@ struct ReadJob {
     const std::vector<RecordRead> records;
     const int64_t bytes;                         // of each record
     const std::function<void(int error)> ended;  // called by the thread that reads last
-    int64_t next = 0, left;  // pieces: the next one to read, and those that are not read yet
+    int64_t next = 0, left;  // the next piece to read, and the number of pieces not read yet
     ReadResult result;
 };
 
+// Threads that read jobs, and their queues.
 class RecordReads {
   public:
     ~RecordReads() { close(); }
 
-    // Begins to read; at least one record. What is urgent is read before everything else.
+    // Begins to read a job of at least one record. Urgent jobs are read before all others.
     void start(const std::shared_ptr<ReadJob>& job, bool urgent) {
         while (threads.size() < READERS) threads.emplace_back(&RecordReads::work, this);
         {
@@ -65,14 +66,15 @@ class RecordReads {
         changed.notify_all();
     }
 
-    // Until everything was read, or tried, for at most `ns`; returns whether it was.
+    // Waits until all records of a job were read, or have failed, for at most `ns`; returns whether
+    // they have.
     bool wait(const ReadJob& job, int64_t ns) {
         std::unique_lock<std::mutex> guard(lock);
         return job_ended.wait_for(guard, std::chrono::nanoseconds(ns),
                                   [&] { return job.left == 0; });
     }
 
-    // Ends the threads when everything was read: it is read to memory that may be freed then.
+    // Ends the threads when all jobs were read: their memory may be freed after this.
     void close() {
         {
             const std::lock_guard<std::mutex> guard(lock);
@@ -128,7 +130,7 @@ class RecordReads {
     std::mutex lock;  // guards what follows, and the numbers and results of jobs
     std::condition_variable changed, job_ended;
     bool closed = false;
-    std::deque<std::shared_ptr<ReadJob>> urgent_jobs, other_jobs;  // that have pieces to begin
+    std::deque<std::shared_ptr<ReadJob>> urgent_jobs, other_jobs;  // jobs with pieces to begin
     std::vector<std::thread> threads;
 };
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu_amx_tasks.h"
-#include "cpu_runner.h"
+#include "cpu_executor.h"
 
 namespace {
 

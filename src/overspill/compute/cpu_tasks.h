@@ -48,7 +48,7 @@ struct Request {
 // earlier in this order, so one thread can always proceed.
 class Tasks {
   public:
-    // The tasks of one phase of one expert.
+    // Tasks of one phase of one expert.
     struct Range {
         int phase = 0;
         const ExpertRows* expert = nullptr;
@@ -57,7 +57,7 @@ class Tasks {
         alignas(LINE) std::atomic<int64_t> left{0};  // apart from the fields that are only read
     };
 
-    // How many tasks of each phase were taken, of those of each thread. Few cache lines: threads that
+    // Number of tasks of each phase and thread that were taken. Few cache lines: threads that
     // take over tasks look at all of them.
     using Counters = std::vector<std::atomic<int32_t>>;
 
@@ -122,7 +122,7 @@ class Tasks {
     }
 
     // Loads the weights that this thread will need into its cache, up to `bytes`, until `stop`
-    // returns true; whether all was loaded.
+    // returns true; returns whether all was loaded.
     template <class Stop>
     bool load(int64_t bytes, const Stop& stop) const {
         for (int phase = 0; phase < PHASES; ++phase)

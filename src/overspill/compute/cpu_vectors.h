@@ -233,7 +233,7 @@ INLINE void nn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int6
 }
 
 // to[p][n] = sum over token rows q of a[q][p] b[q][n], rounded once, or with `add` rounded and added
-// to what is there. P rows of the result are summed together in the L1 cache, for BLOCK columns of b,
+// to the memory. P rows of the result are summed together in the L1 cache, for BLOCK columns of b,
 // which stay in the L2 cache. Returns the sum of squares of the result, whose type is To.
 template <class T, int LANES, class To>
 INLINE double tn_body(const T* a, int64_t a_stride, int64_t rows, const T* b, int64_t b_stride,

@@ -1,4 +1,4 @@
-"""Dropout of token rows, by masks that are functions of a seed and of what is masked.
+"""Dropout of token rows, by masks that are functions of a seed and of the position.
 
 Whether an element is kept depends on a seed, on the assignment (the pair of a token and one of its
 experts) whose row it is in, on its column, and on the place in the expert. So every computation of
@@ -22,11 +22,12 @@ _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ELEMENTS_AT_ONCE = 1 << 16
-"""Of a mask that torch computes: their numbers fit the caches of a core."""
+"""Elements of a mask that torch computes at once: their random numbers fit the caches of a core."""
 
 
 class Site(IntEnum):
-    """Place in an expert where elements are dropped. Masks of different sites are independent."""
+    """Position in an expert at which elements are dropped. Masks of different sites are
+    independent."""
 
     HIDDEN = 0
     OUTPUT = 1
@@ -37,14 +38,14 @@ class Dropout(NamedTuple):
 
     seed: int
     hidden: float
-    """The rate of elements between the activation and the second matrix."""
+    """Dropout rate between the activation and the second matrix."""
     output: float
-    """The rate of elements of the weighted results, before each token's are summed."""
+    """Dropout rate of the weighted results, before the sums over the experts of a token."""
 
     @classmethod
     def draw(cls, hidden: float, output: float) -> "Dropout | None":
-        """Dropout with a seed of torch's default generator, which `torch.manual_seed` sets and
-        checkpoints restore; None, and nothing drawn, if both rates are 0."""
+        """Return dropout with a seed from torch's default generator, which `torch.manual_seed` sets
+        and checkpoints restore. If both rates are 0, return None and draw nothing."""
         if not hidden and not output:
             return None
         # in host memory: nothing waits for the device
@@ -52,13 +53,13 @@ class Dropout(NamedTuple):
         return cls(int(seed), hidden, output)
 
     def of_rows(self, site: Site, assignment_R: Tensor) -> "RowDropout | None":
-        """That of some token rows; None if nothing is dropped there."""
+        """Return the dropout of some token rows at a site; None if nothing is dropped there."""
         rate = self.hidden if site is Site.HIDDEN else self.output
         return RowDropout(rate, self.seed, site, assignment_R) if rate else None
 
 
 class RowDropout:
-    """Dropout of some token rows at one site, of which those that stay are divided by 1 - rate."""
+    """Dropout of some token rows at one site. Elements that are kept are divided by 1 - rate."""
 
     def __init__(self, rate: float, seed: int, site: Site, assignment_R: Tensor) -> None:
         self.rate, self.seed, self.site = rate, seed, site
@@ -71,15 +72,15 @@ class RowDropout:
 
     @property
     def threshold(self) -> int:
-        """An element whose random number, of 32 bits, is smaller is dropped."""
+        """Limit of random numbers of 32 bits: an element with a smaller number is dropped."""
         return round(self.rate * (1 << 32))
 
     def rows(self, rows: slice) -> "RowDropout":
         return RowDropout(self.rate, self.seed, self.site, self._assignment_R[rows])
 
     def apply(self, values_RN: Tensor, overwrite: bool) -> Tensor:
-        """The values without those that are dropped; with `overwrite` the result may be in their
-        memory."""
+        """Return the values with zeros for dropped elements; with `overwrite` the result may be in
+        their memory."""
         if _fused(values_RN):
             from overspill.compute.dropout_triton import drop
 
@@ -92,7 +93,7 @@ class RowDropout:
         return out.masked_fill_(~self._mask, 0)
 
     def mask(self, n_columns: int) -> Tensor:
-        """Which elements stay, [R, N]: computed by torch, with whole numbers only."""
+        """Return whether each element is kept, [R, N], computed by torch with integers only."""
         mask_RN = torch.empty(
             len(self._assignment_R), n_columns, dtype=torch.bool, device=self._assignment_R.device
         )
@@ -130,16 +131,16 @@ class DroppedOut:
 def with_dropout(
     activation: Activation, dropout: RowDropout | None, rows: slice | None = None
 ) -> Activation:
-    """The activation of a wave, or of some of its rows."""
+    """Return the activation of a wave, or of some of its rows, with dropout after it."""
     if dropout is None:
         return activation
     return DroppedOut(activation, dropout if rows is None else dropout.rows(rows))
 
 
 def philox(seed: int, row_R: Tensor, n_columns: int, site: int) -> Tensor:
-    """Random numbers of 32 bits, [R, N] in int64: Philox4x32-10 with `seed` as the key. The counter
-    (n, row, site, 0) gives those of the columns n, Q + n, 2Q + n and 3Q + n, where Q is a quarter
-    of the number of columns, rounded up."""
+    """Return random numbers of 32 bits, [R, N] in int64: Philox4x32-10 with `seed` as the key. The
+    counter (n, row, site, 0) gives those of the columns n, Q + n, 2Q + n and 3Q + n, where Q is a
+    quarter of the number of columns, rounded up."""
     quarter = -(-n_columns // 4)
     shape = len(row_R), quarter
     # products exceed 63 bits and wrap; their low and high words are the right ones

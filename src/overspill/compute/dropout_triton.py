@@ -25,7 +25,8 @@ def drop(
     site: int,
     overwrite: bool,
 ) -> Tensor:
-    """The values without those whose random number is below the threshold, times `scale`."""
+    """Return the values times `scale`, with zeros where the random number is below the
+    threshold."""
     out_RN = values_RN if overwrite else torch.empty_like(values_RN)
     n_rows, n_columns = values_RN.shape
     grid = n_rows, triton.cdiv(triton.cdiv(n_columns, 4), _BLOCK)

@@ -31,7 +31,8 @@ from overspill.core.experts import ExpertShape
 class WaveGrads:
     dx_RD: Tensor
     dw: tuple[Tensor, ...]
-    """[n, ...] for each tensor of a record, in the order of the record; empty without `need_dw`."""
+    """Gradients [n, ...] of each tensor of a record, in the order of the record; empty without
+    `need_dw`."""
     drow_weight_R: Tensor
     adapters: tuple[LowRankGrads | None, LowRankGrads | None] = (None, None)
     """Gradients of the low-rank parts of w_in and w_out, without the scale."""
@@ -39,11 +40,12 @@ class WaveGrads:
 
 TakeRows = Callable[[Tensor], None]
 TakeGrad = Callable[[int, WeightGrad], None]
-"""Gets the position of a tensor in a record and its gradient, [n, ...]. Without biases."""
+"""Function that receives the position of a tensor in a record and its gradient, [n, ...], without
+biases."""
 
 
 def split_records(weights: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
-    """Views [n, ...] of the tensors in the records [n, numel]."""
+    """Return views [n, ...] of the tensors in the records [n, numel]."""
     number, base, record = weights.shape[0], weights.storage_offset(), weights.stride(0)
     return tuple(
         weights.as_strided((number, *size), (record, *_strides(size)), base + start)
@@ -157,7 +159,8 @@ def wave_backward(
     dropout: RowDropout | None = None,
     adapters: Adapters = NO_ADAPTERS,
 ) -> WaveGrads:
-    """Gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted* y.
+    """Return the gradients of sum(row_weight * y * dy): `dy_RD` is the gradient of the *weighted*
+    y.
 
     With `take_dx`, dx is computed before dw and passed on at once: it can travel meanwhile. With
     `take_dw`, each dw is passed on instead of being returned.
@@ -322,13 +325,14 @@ def _add_bias(rows: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
 
 
 def _of_rows(bias: Tensor, ends: Tensor, rows: Tensor) -> Tensor:
-    """The bias of the expert of each token row."""
+    """Return the bias of the expert of each token row."""
     row_R = torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, row_R, right=True))
 
 
 def _expert_rows(ends: Tensor, counts: Sequence[int] | None) -> list[tuple[int, slice]]:
-    """Experts with their token rows, including experts without any: their dw must be zero."""
+    """Return experts with their token rows, including experts without any: their dw must be
+    zero."""
     stops = ends.tolist() if counts is None else list(itertools.accumulate(counts))
     return [
         (expert, slice(start, stop))

@@ -9,17 +9,17 @@ from torch import Tensor
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-"""The value of each code of one sign bit, two bits of exponent and one of mantissa."""
+"""Value of each code with one sign bit, two bits of exponent and one of mantissa."""
 IQ4_NL = tuple(
     float(code)
     for code in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 )
-"""The value of each code of GGUF's type of that name, which are not evenly spaced."""
+"""Value of each code of GGUF's IQ4_NL; the values are not evenly spaced."""
 UNSIGNED = tuple(float(code) for code in range(16))
 
 
 def unpack_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
-    """[..., n] bytes of two codes each, the low four bits first, to [..., 2n] values of codes."""
+    """Decode [..., n] bytes of two codes each, the low four bits first, to [..., 2n] values."""
     byte = torch.arange(256, device=packed.device)
     of_code = torch.tensor(values, device=packed.device)
     pairs = torch.stack((of_code[byte & 15], of_code[byte >> 4]), 1).view(torch.int64).view(-1)
@@ -28,14 +28,14 @@ def unpack_nibbles(packed: Tensor, values: tuple[float, ...]) -> Tensor:
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-    """Bytes to float32; the codes 127 and 255 are NaN."""
+    """Decode bytes of e4m3 to float32; the codes 127 and 255 are NaN."""
     every = torch.arange(256, dtype=torch.uint8, device=codes.device)
     values = every.view(torch.float8_e4m3fn).float()
     return values.index_select(0, _bytes(codes).reshape(-1).int()).view(codes.shape)
 
 
 def has_nan(codes: Tensor) -> bool:
-    """Whether bytes of e4m3 contain the codes 127 or 255."""
+    """Return whether bytes of e4m3 contain the codes 127 or 255."""
     flat = _bytes(codes).contiguous().view(-1)
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)  # eight codes at once
     carries = (words & 0x7F7F7F7F7F7F7F7F) + 0x0101010101010101
@@ -45,7 +45,7 @@ def has_nan(codes: Tensor) -> bool:
 
 
 def decode_e8m0(codes: Tensor) -> Tensor:
-    """Bytes to powers of two: 2**(code - 127); the code 255 is NaN."""
+    """Decode bytes to powers of two: 2**(code - 127); the code 255 is NaN."""
     exponents = _bytes(codes).int()
     bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2**-127 is subnormal
     return torch.where(exponents == 255, torch.nan, bits.view(torch.float32))
@@ -56,7 +56,7 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def unpack_integers(words: Tensor, bits: int) -> Tensor:
-    """[..., n] int32 of four codes of 8 bits or eight of 4 bits, the lowest bits first, to
+    """Unpack [..., n] int32 of four codes of 8 bits or eight of 4 bits, the lowest bits first, to
     [..., 4n] or [..., 8n] integers from 0 on, as float32."""
     packed = words.reshape(-1).view(torch.uint8)  # little-endian
     codes = unpack_nibbles(packed, UNSIGNED) if bits == 4 else packed.float()
@@ -64,15 +64,15 @@ def unpack_integers(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """[..., n] int32 to [..., 8n] integers from 0 on, as float32. The even ones of eight columns
-    are in the lower half of a word, the odd ones in the upper half."""
+    """Unpack [..., n] int32 of AWQ to [..., 8n] integers from 0 on, as float32. Of eight columns,
+    the even ones are in the lower half of a word, the odd ones in the upper half."""
     codes = unpack_integers(words, 4)
     return codes.view(*words.shape, 2, 4).mT.reshape(codes.shape)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
-    """[..., n] bytes of codes of 1 or 2 bits, the first one in the lowest, to [..., n * 8 / bits]
-    integers from 0 on, as float32."""
+    """Unpack [..., n] bytes of codes of 1 or 2 bits, the first code in the lowest bits, to [..., n
+    * 8 / bits] integers from 0 on, as float32."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2).float()
 
@@ -92,7 +92,8 @@ def subtract_groups(values: Tensor, zeros: Tensor, group: int) -> None:
 
 
 def _grouped(values: Tensor, each: Tensor, group: int, whole: int) -> list[tuple[Tensor, Tensor]]:
-    """Views of all whole groups, and of the columns that remain, with what belongs to each."""
+    """Return views of all whole groups, and of the columns that remain, with the scales or zeros of
+    each."""
     rows, n = len(values), whole // group
     parts = [(values[:, :whole].unflatten(1, (n, group)), each[:, :n, None])] if n else []
     if whole < values.shape[1]:

@@ -15,7 +15,7 @@ enum Type : int { Q8_0, Q4_0, IQ4_NL, MXFP4, Q4_K, Q5_K, Q6_K };
 constexpr int64_t SIZES[] = {34, 18, 18, 17, 144, 176, 210};
 constexpr int WEIGHTS = 256;  // of a block of K-quants
 
-// Where parts go. Those that a type does not have are not read.
+// Addresses of the parts. Parts that a type does not have are not read.
 struct Planes {
     uint8_t *codes, *high, *scales, *zeros, *factors;
 };

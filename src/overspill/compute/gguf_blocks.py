@@ -1,7 +1,8 @@
-"""Blocks of GGUF files: taken apart into codes, scales and so on, without loss.
+"""Blocks of GGUF files, taken apart into codes, scales and so on, without loss.
 
 A row of a weight is a row of blocks. In a block of 32 weights, byte j has the codes of weights j
-(low four bits) and j + 16; in one of 256, byte j of each 32 those of j and j + 32, or j + 64.
+(low four bits) and j + 16; in one of 256, byte j of each 32 has the codes of weights j and j + 32,
+or j + 64.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,12 @@ SCHEMES = {
     "Q5_K": Scheme(Kind.K_QUANT, (1, 32), 5),
     "Q6_K": Scheme(Kind.K_QUANT, (1, 16), 6),
 }
-"""How the parts of each type are packed."""
+"""Packing of the parts of each type."""
 _SIZES = {"Q8_0": 34, "Q4_0": 18, "IQ4_NL": 18, "MXFP4": 17, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 
 
 def take_apart(kind: str, rows: Tensor) -> Parts:
-    """The parts of a weight from its stored bytes [N, bytes of a row]."""
+    """Return the parts of a weight from its stored bytes [N, bytes of a row]."""
     blocks = rows.view(len(rows), -1, _SIZES[kind])  # N rows of B blocks
     if rows.device.type == "cpu":
         parts = _empty_parts(kind, len(rows), blocks.shape[1])
@@ -39,12 +40,12 @@ def take_apart(kind: str, rows: Tensor) -> Parts:
 
 
 def take_apart_torch(kind: str, blocks: Tensor) -> Parts:
-    """The parts of a weight from its blocks [N, B, bytes]."""
+    """Return the parts of a weight from its blocks [N, B, bytes]."""
     return _TAKE_APART[kind](blocks)
 
 
 def _empty_parts(kind: str, rows: int, n_blocks: int) -> Parts:
-    """Memory for the parts of so many blocks in each row."""
+    """Return memory for the parts of so many blocks in each row."""
 
     def empty(count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(rows, count * n_blocks, dtype=dtype)
@@ -106,13 +107,14 @@ def _q6_k(blocks: Tensor) -> Parts:
 
 
 def _two_halves(codes: Tensor) -> Tensor:
-    """The codes in the low and then those in the high four bits of each run of bytes."""
+    """Return the codes in the low four bits, and then in the high four bits, of each run of
+    bytes."""
     return torch.stack((codes & 15, codes >> 4), dim=-2)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """[N, …] codes of a row in the order of its weights, to [N, bytes], the first in the lowest
-    bits."""
+    """Pack codes [N, …], in the order of the weights of a row, to [N, bytes], the first code in the
+    lowest bits."""
     each = 8 // bits
     parts = codes.reshape(len(codes), -1, each)
     packed = parts[..., 0].clone()
@@ -122,7 +124,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums of eight groups, each of six bits in twelve bytes."""
+    """Unpack scales and minimums of eight groups, each of six bits in twelve bytes."""
     first, second, third = packed.unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
     minimums = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
@@ -130,17 +132,17 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _halves(scales: Tensor) -> Tensor:
-    """Bytes of one float16 in each block."""
+    """Return the float16 in the bytes of each block."""
     return _join(scales).view(torch.float16)
 
 
 def _factors(factors: Tensor) -> Tensor:
-    """Bytes of one or two float16 in each block, to [N, B, 1 or 2]."""
+    """Return the one or two float16 in the bytes of each block, [N, B, 1 or 2]."""
     return factors.contiguous().view(torch.float16)
 
 
 def _join(parts: Tensor) -> Tensor:
-    """[N, B, n] to contiguous [N, B * n]."""
+    """Return [N, B, n] as contiguous [N, B * n]."""
     return parts.reshape(len(parts), -1).contiguous()
 
 

@@ -1,4 +1,5 @@
-"""The C++ library of gguf_blocks.cpp. Without it torch does the same, about twenty times slower."""
+"""Calls of the C++ library of gguf_blocks.cpp. Without it torch computes the same, about twenty
+times slower."""
 
 import ctypes
 import functools
@@ -14,7 +15,7 @@ _BEST_ISA = -1
 
 
 class _Planes(ctypes.Structure):
-    """`Planes` of gguf_blocks.cpp."""
+    """Mirror of `Planes` in gguf_blocks.cpp."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p) for name in ("codes", "high", "scales", "zeros", "factors")
@@ -28,8 +29,8 @@ def _planes(tensors: Sequence[Tensor | None]) -> _Planes:
 def take_apart_native(
     number: int, blocks: Tensor, count: int, planes: Sequence[Tensor | None], isa: int = _BEST_ISA
 ) -> bool:
-    """Whether the library has filled the planes (codes, high, scales, zeros, factors) from blocks
-    of a type. Tests select an instruction set with `isa`."""
+    """Fill the planes (codes, high, scales, zeros, factors) from blocks of a type; return False
+    without the library. Tests select an instruction set with `isa`."""
     library = _library()
     if library is None:
         return False
@@ -40,7 +41,7 @@ def take_apart_native(
 def unpack_k_native(
     bits: int, planes: Sequence[Tensor | None], out: Tensor, threads: int, isa: int = _BEST_ISA
 ) -> bool:
-    """Whether the library has filled a matrix `out` of K-quants from its planes."""
+    """Fill a matrix `out` of K-quants from its planes; return False if the library cannot."""
     library = _library()
     known = out.dtype in (torch.float32, torch.bfloat16)
     if library is None or not known or not out.is_contiguous() or out.device.type != "cpu":

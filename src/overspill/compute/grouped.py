@@ -57,7 +57,7 @@ def forced(backend: Backend) -> Iterator[None]:
 def backend_for(
     x_RD: Tensor, weights: Tensor, shape: ExpertShape, resident: bool = False
 ) -> Backend:
-    """The backend of a wave with these rows and records. A loop on a GPU is logged once."""
+    """Return the backend of a wave with these rows and records. A loop on a GPU is logged once."""
     if _forced is not None:
         return _forced
     if not x_RD.is_cuda or x_RD.shape[0] == 0:
@@ -74,7 +74,7 @@ def backend_for(
 
 
 def product(backend: Backend, a_RK: Tensor, w_nKN: Tensor, ends: Tensor) -> Tensor:
-    """[R, N]: the rows of each group times its matrix."""
+    """Return [R, N]: the rows of each group times its matrix."""
     if backend == "single":
         return torch.mm(a_RK, w_nKN[0])
     if backend == "triton":
@@ -87,7 +87,8 @@ def product(backend: Backend, a_RK: Tensor, w_nKN: Tensor, ends: Tensor) -> Tens
 def weight_grad(
     backend: Backend, a_RM: Tensor, b_RN: Tensor, ends: Tensor, counts: Sequence[int] | None
 ) -> Tensor:
-    """[n, M, N]: for each group, a^T times b over its rows; zeros for a group without rows."""
+    """Return [n, M, N]: for each group, a^T times b over its rows; zeros for a group without
+    rows."""
     if backend == "single":
         return torch.mm(a_RM.t(), b_RN).unsqueeze(0)
     if backend == "triton":
@@ -100,8 +101,8 @@ def weight_grad(
 
 
 def _zero_empty(dw_nMN: Tensor, ends: Tensor, counts: Sequence[int] | None) -> None:
-    """grouped_mm promises nothing for groups without rows: on Hopper it writes zeros, on Blackwell
-    it leaves garbage (pytorch#172439)."""
+    """Sets the gradients of groups without rows to zero. grouped_mm does not specify them: on
+    Hopper it writes zeros, on Blackwell it leaves garbage (pytorch#172439)."""
     if counts is None and has_triton("empty groups"):
         from overspill.compute import grouped_triton
 

@@ -23,7 +23,7 @@ from overspill.compute.launch_triton import Launch
 
 
 class Blocks(NamedTuple):
-    """The tile of the result that one program computes, and how it steps through the sum."""
+    """Sizes of the tile that one program computes, and of its steps through the sum."""
 
     m: int
     n: int
@@ -68,7 +68,7 @@ WIDEN = triton.knobs.runtime.interpret
 
 
 def product_blocks(dtype: torch.dtype, rows: int, groups: int) -> Blocks:
-    """The largest tile that a group of average size fills."""
+    """Return the largest tile that a group of average size fills."""
     small, *larger = PRODUCT_BLOCKS[dtype]
     fitting = [blocks for blocks in larger if blocks.m * groups <= rows]
     return fitting[-1] if fitting else small
@@ -80,9 +80,10 @@ def weight_grad_blocks(dtype: torch.dtype, rows: int, groups: int) -> Blocks:
 
 
 def product(a_RK: Tensor, w_nKN: Tensor, ends: Tensor) -> Tensor:
-    """[R, N]: the rows of each group times its matrix; rows behind the last end stay undefined.
+    """Return [R, N]: the rows of each group times its matrix; rows behind the last end stay
+    undefined.
 
-    Any strides will do, so a transposed view of stored weights is as good as the weights.
+    Strides are arbitrary, so a transposed view of stored weights needs no copy.
     """
     (rows, k), (groups, _, n) = a_RK.shape, w_nKN.shape
     assert w_nKN.shape[1] == k
@@ -117,7 +118,8 @@ def product(a_RK: Tensor, w_nKN: Tensor, ends: Tensor) -> Tensor:
 
 
 def weight_grad(a_RM: Tensor, b_RN: Tensor, ends: Tensor) -> Tensor:
-    """[n, M, N]: for each group, a^T times b over its rows; zeros for a group without rows."""
+    """Return [n, M, N]: for each group, a^T times b over its rows; zeros for a group without
+    rows."""
     (rows, m), n, groups = a_RM.shape, b_RN.shape[1], ends.shape[0]
     assert b_RN.shape[0] == rows
     assert ends.is_contiguous()
@@ -154,14 +156,14 @@ def zero_empty(dw_nMN: Tensor, ends: Tensor) -> None:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """float32 is multiplied as float32, or as TF32 where the user has allowed it for `torch.mm`."""
+    """Return the precision of float32 products: TF32 if the user has allowed it for `torch.mm`."""
     tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 else "ieee"
 
 
 @triton.jit
 def _tile_of_rows(tile, ends_ptr, n_groups, BLOCK_M: tl.constexpr, SEARCH: tl.constexpr):
-    """(group, first row, end of the group) of a row tile; there may be no row left in it.
+    """Return (group, first row, end of the group) of a row tile, which may have no rows.
 
     Group g gets the tiles from start // BLOCK_M + g on, where start is its first row. These numbers
     rise with g and leave each group enough tiles, so no sum over the groups is needed.

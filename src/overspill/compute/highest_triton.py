@@ -5,7 +5,7 @@
 """Chooses the token with the highest logit of each row, with noise or without, in two launches.
 
 The noise is a function of the seed of a row, the number of the draw and the token (Philox): a step
-that is one CUDA graph can draw, and what runs beside a request changes nothing.
+that is one CUDA graph can draw, and other requests of the batch do not change the result.
 
 Shapes: N rows, V tokens, C pieces of a row.
 """
@@ -25,10 +25,11 @@ def highest(
     temperatures_N: Tensor,
     tokens_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The token with the highest logit / temperature - log(noise) of each row, the first of equal
-    ones: drawn with the probability of a softmax. And the same again, but -1 for a row with a logit
-    that is NaN or whose highest is not finite. Temperatures are the bits of float32 in int64; a row
-    with temperature 0 has no noise. The tokens are written to `tokens_N`, if it is given."""
+    """Return the token with the highest logit / temperature - log(noise) of each row, the first of
+    equal ones, which is drawn with the probability of a softmax. Return it a second time, with -1
+    for a row with a logit that is NaN or whose highest is not finite. Temperatures are the bits of
+    float32 in int64; a row with temperature 0 has no noise. The tokens are written to `tokens_N`,
+    if it is given."""
     n_rows, n_tokens = logits_NV.shape
     logits_NV = logits_NV.contiguous()
     n_pieces = triton.cdiv(n_tokens, _PIECE)
@@ -51,7 +52,7 @@ def highest(
 
 @triton.jit
 def _exponential(seed, number, tokens):
-    """Noise of an exponential distribution, above 0 and finite."""
+    """Return noise of an exponential distribution, above 0 and finite."""
     zero = tokens * 0
     drawn, _, _, _ = tl.philox(seed, tokens, zero + number, zero, zero)
     uniform = (drawn.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32

@@ -1,7 +1,7 @@
 # Triton is optional and untyped.
 # mypy: disable-error-code="import-not-found,import-untyped"
-"""Launches Triton kernels without Triton's look-up of the compiled one, which takes several times
-as long as the launch: small batches wait for the host."""
+"""Launches Triton kernels without Triton's look-up of the compiled kernel, which takes several
+times as long as the launch: small batches would wait for the host."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 
 _ALIGNED = 16
-"""Bytes. Triton compiles kernels for pointers that are aligned so, and others for the rest."""
+"""Alignment in bytes. Triton compiles one kernel for pointers with it, and another for other
+pointers."""
 
 
 class Launch:
@@ -47,7 +48,8 @@ class Launch:
 
 
 def _kind(number: float) -> object:
-    """Triton compiles kernels for integers of 1, for multiples of 16 and for 64 bits."""
+    """Return the kind of a number: Triton compiles kernels of their own for 1, for multiples of 16
+    and for integers of 64 bits."""
     if isinstance(number, float):
         return float
     return number == 1, number % _ALIGNED == 0, -(1 << 31) <= number < 1 << 31

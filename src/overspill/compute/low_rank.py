@@ -17,7 +17,7 @@ _ALIGNMENT = 8  # bfloat16 elements that the grouped kernels load at once
 
 
 class LowRankGrads(NamedTuple):
-    """Gradients of both matrices, of the shapes of `LowRank`."""
+    """Gradients of both matrices, with the shapes of `LowRank`."""
 
     a_nrI: Tensor
     b_nOr: Tensor
@@ -34,8 +34,8 @@ class LowRank(NamedTuple):
     def of(
         cls, a_ErI: Tensor, b_EOr: Tensor, scale: float, experts: Tensor | None, dtype: torch.dtype
     ) -> "LowRank":
-        """Copies in `dtype` for the given experts, or for all; the rank is filled up with zeros to
-        the alignment of the kernels."""
+        """Return copies in `dtype` for the given experts, or for all; the rank is filled up with
+        zeros to the alignment of the kernels."""
         if experts is not None:
             a_ErI, b_EOr = a_ErI.index_select(0, experts), b_EOr.index_select(0, experts)
         number, rank, inputs = a_ErI.shape
@@ -51,14 +51,14 @@ class LowRank(NamedTuple):
     def add_product(
         self, out_RO: Tensor, x_RI: Tensor, backend: grouped.Backend, ends: Tensor
     ) -> None:
-        """out += scale * (x @ A^T) @ B^T"""
+        """Compute out += scale * (x @ A^T) @ B^T."""
         x_Rr = grouped.product(backend, x_RI, self.a_nrI.transpose(1, 2), ends)
         _add_product(out_RO, x_Rr, self.b_nOr.transpose(1, 2), self.scale, backend, ends)
 
     def add_input_grad(
         self, dx_RI: Tensor, dy_RO: Tensor, backend: grouped.Backend, ends: Tensor
     ) -> None:
-        """dx += scale * (dy @ B) @ A"""
+        """Compute dx += scale * (dy @ B) @ A."""
         dy_Rr = grouped.product(backend, dy_RO, self.b_nOr, ends)
         _add_product(dx_RI, dy_Rr, self.a_nrI, self.scale, backend, ends)
 
@@ -70,8 +70,8 @@ class LowRank(NamedTuple):
         ends: Tensor,
         counts: Sequence[int] | None = None,
     ) -> LowRankGrads:
-        """The gradients of A and B, without the scale. The routing weight of a row is a factor of
-        either `x_RI` or `dy_RO`."""
+        """Return the gradients of A and B, without the scale. The routing weight of a row is a
+        factor of either `x_RI` or `dy_RO`."""
         x_Rr = grouped.product(backend, x_RI, self.a_nrI.transpose(1, 2), ends)
         dy_Rr = grouped.product(backend, dy_RO, self.b_nOr, ends)
         da_nrI = grouped.weight_grad(backend, dy_Rr, x_RI, ends, counts)
@@ -94,14 +94,14 @@ def _add_product(
 
 
 class Adapters(NamedTuple):
-    """The low-rank parts of both matrices; None: a matrix has none."""
+    """Low-rank parts of both matrices; None for a matrix without one."""
 
     w_in: LowRank | None = None
     w_out: LowRank | None = None
 
     @classmethod
     def of_records(cls, layout: RecordLayout, records: Tensor) -> "Adapters":
-        """Return those behind the weights in records [n, ...]."""
+        """Return the low-rank parts behind the weights in records [n, ...]."""
         if not any(layout.ranks):
             return NO_ADAPTERS
         flat = layout.computed(records)

@@ -23,8 +23,10 @@ from torch import Tensor
 from overspill.compute.activation import Activation, form_of
 from overspill.compute.cpu_kernel import (
     group_args,
+    inject_callback,
     loaded_library,
     native_formats,
+    raise_first,
     why_unsupported,
 )
 from overspill.compute.record_format import layer_formats
@@ -36,7 +38,6 @@ from overspill.tiers.layout import ALIGN, NO_LOW_RANKS, LowRanks, RecordLayout, 
 from overspill.tiers.slab import HostSlab
 from overspill.tiers.worker_sync import WorkerSync
 
-_CALLBACK = ctypes.CFUNCTYPE(None)
 _FETCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int,
@@ -51,71 +52,76 @@ _HOLD, _LEARN, _END_READS, _EXPECT, _RELEASE, _END_AHEAD = range(6)  # as in cpu
 _CACHE_LINE = 64
 _MAX_SPANS = 4096  # as in cpu_misses.h
 SPIN_NS = 2_000_000
-"""How long threads spin for the next request after one. Layers of a step on a GPU follow each other
-sooner."""
+"""Time that threads spin after a request for the next one. Layers of a step on a GPU follow each
+other sooner."""
 
 
 @dataclass(frozen=True)
 class MissBuffers:
-    """The memory that the GPU and the thread share, as seen by the host or by the device. All
-    layers use the same rows: each waits for its results."""
+    """Memory that the GPU and the thread share, as seen by the host or by the device. All layers
+    use the same rows: each waits for its results."""
 
     ready_L: Tensor
     """int32, 1: the request of a layer is complete. The thread resets it."""
     done_L: Tensor
     """int32, 1: the results are complete. The GPU resets it."""
     count: Tensor
-    """int32 [1]: pairs that are listed."""
+    """int32 [1]: number of listed pairs."""
     n_rows: Tensor
     """int32 [1]: token rows of the batch; `out_RD` is written for all of them."""
     rows_P: Tensor
     """int32: the token row of each pair."""
     experts_P: Tensor
-    """int32: its expert, if that is missing; -1: it is on the device."""
+    """int32: the expert of each pair if it is missing; -1 if it is on the device."""
     weights_P: Tensor
-    """float32: its routing weight."""
+    """float32: the routing weight of each pair."""
     x_RD: Tensor
     out_RD: Tensor
-    """float32: the weighted sum over the missing experts of each row; zero for rows without."""
+    """float32: the weighted sum over the missing experts of each row; zero for rows without missing
+    experts."""
     ahead_N: Tensor
     """int32: experts that a later layer will miss, as layer * experts + expert, or -1. The thread
     loads them into the caches of the CPU, or from disk."""
     ahead_count: Tensor
-    """int32 [1]: how many are listed, or 0. The thread resets it."""
+    """int32 [1]: number of experts listed in `ahead_N`, or 0. The thread resets it."""
 
 
 class RecordSource(Protocol):
-    """Gives experts that are on disk a place in host memory, where they are read to."""
+    """Source of records on disk: gives their experts places in host memory, into which they are
+    read."""
 
     @property
     def file(self) -> int:
-        """The descriptor of the file with their records."""
+        """Descriptor of the file with the records."""
 
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
-        """The address of the record of each of these experts, valid until `release`, and where in
-        the file it must be read from first; or PRESENT, or ARRIVING until `end_reads` returns, as
-        in tiers.ssd."""
+        """Return the address of the record of each of these experts, valid until `release`, and the
+        offset in the file from which it must be read first; or PRESENT, or ARRIVING until
+        `end_reads` returns, as in tiers.ssd."""
 
     def expect(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
-        """A layer after that of `hold` is likely to need these experts. The address of the record
-        of each, and where in the file it is to be read from; or PRESENT if it is not to be read."""
+        """Prepare reads of experts that a layer after that of `hold` is likely to need. Return the
+        address of the record of each, and the offset in the file from which it is to be read; or
+        PRESENT if it is not to be read."""
 
     def end_ahead(self, layer: int, expert: int, error: int) -> None:
-        """Such a read has ended, with an error as in `end_reads`. Called by another thread."""
+        """Note that a read of `expect` has ended, with an error as in `end_reads`. Called by
+        another thread."""
 
     def learn(self) -> None:
-        """Reading takes a while: follows the use of experts meanwhile."""
+        """Update the statistics of the use of experts while records are read."""
 
     def end_reads(self, failed: int, error: int) -> None:
-        """Called unless all were present. They were read; or an `errno`, -1 for the end of the
-        file, and the index of the expert that could not be read. Then `release` is not called."""
+        """Note that the reads of `hold` have ended; called unless all records were present. `error`
+        is 0, or an `errno` or -1 for the end of the file, and `failed` the index of the expert that
+        could not be read. After an error `release` is not called."""
 
     def release(self) -> None:
-        """The records are not used any more."""
+        """Release the records of `hold`, which are not used any more."""
 
 
 class MissSpan(NamedTuple):
-    """One request: begin and end as time.perf_counter_ns()."""
+    """Times of one request: begin and end as time.perf_counter_ns()."""
 
     layer: int
     begin: int
@@ -124,8 +130,8 @@ class MissSpan(NamedTuple):
 
 
 class MissRunner:
-    """The thread and its buffers. It spins while requests come, looks at the flags every 40 µs
-    after 2 ms without one, and sleeps while it is paused, as it is at first.
+    """Thread that computes missing experts, and its buffers. It spins while requests come, looks at
+    the flags every 40 µs after 2 ms without one, and sleeps while it is paused, as it is at first.
 
     `inject("cpu")` is for fault-injection tests. Native threads call it at the start of each
     request and before each task; it may sleep. An exception that it raises is stored.
@@ -152,7 +158,7 @@ class MissRunner:
     ) -> None:
         """`threads` includes the runner's own. `check` also raises failures of `sync`, and of
         `source`, which is asked for the records of each request instead of `set_records`. `format`
-        is that of packed records; `ranks` are those of low-rank matrices in them."""
+        is the layout of packed records; `ranks` are the ranks of low-rank matrices in records."""
         self._formats = layer_formats(format, n_layers)
         reason = why_unsupported(dtype, shape, activation, self._formats)
         if reason is not None:
@@ -181,14 +187,12 @@ class MissRunner:
         size = sum(_line_bytes(*part) for part in self._parts)
         self._slab = HostSlab("missing experts", 1, round_up(size, ALIGN), pinned)
         self.memory = self._slab[0]
-        """The bytes of all buffers."""
+        """Bytes of all buffers."""
         self.host = self.view(self.memory)
-        """The buffers, for the host."""
+        """Buffers as the host sees them."""
         self.host.ahead_count.zero_()
         # Kept here: the native threads call it until close(). It must not refer to this object.
-        self._callback = (
-            None if inject is None else _CALLBACK(partial(_call, inject, self._failures))
-        )
+        self._callback = inject_callback(inject, self._failures)
         self._fetch = None if source is None else _FETCH(partial(_fetch, source, self._failures))
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
@@ -210,7 +214,7 @@ class MissRunner:
         return self._slab.nbytes
 
     def view(self, memory: Tensor) -> MissBuffers:
-        """The buffers in `memory`; `on_device(runner.memory, device)` gives those for the device.
+        """Return the buffers in `memory`; for the device, pass `on_device(runner.memory, device)`.
         They are valid until close()."""
         tensors, at = [], 0
         for shape, dtype in self._parts:
@@ -220,8 +224,8 @@ class MissRunner:
         return MissBuffers(*tensors)
 
     def set_records(self, layer: int, addresses: Sequence[int]) -> None:
-        """Says where the records of a layer's experts are; 0 for an expert that is not in host
-        memory. Only while no step runs. The caller keeps the memory."""
+        """Set the addresses of the records of a layer's experts; 0 for an expert that is not in
+        host memory. Call it only while no step runs. The caller keeps the memory."""
         if not 0 <= layer < self._n_layers or len(addresses) != self._n_experts:
             raise ValueError(
                 f"{len(addresses)} addresses for layer {layer}; the model has {self._n_layers} "
@@ -231,25 +235,24 @@ class MissRunner:
         self._library.overspill_misses_set_records(self._open(), layer, pointers)
 
     def resume(self) -> None:
-        """Call it before each step: the thread is awake when the step needs it."""
+        """Wake the thread. Call it before each step, so that the thread is awake when the step
+        needs it."""
         self._library.overspill_misses_resume(self._open())
 
     def pause(self) -> None:
-        """No step follows for a while: the threads sleep. A request would still be computed, 10 ms
-        late."""
+        """Let the threads sleep, because no step follows for a while. A request would still be
+        computed, 10 ms late."""
         self._library.overspill_misses_pause(self._own())
 
     def check(self) -> None:
-        """Raises a stored failure, once. Its request is done, but its results may be zeros."""
+        """Raise a stored failure, once. The request that failed is done, but its results may be
+        zeros."""
         if self._sync is not None:
             with self._sync.lock:
                 self._sync.raise_error()
         message = ctypes.create_string_buffer(256)
         self._library.overspill_misses_failure(self._own(), message, len(message))
-        if self._failures:
-            failure = self._failures[0]
-            self._failures.clear()
-            raise failure
+        raise_first(self._failures)
         if message.value:
             raise EngineError(
                 f"the CPU could not compute missing experts: {message.value.decode()}. Please "
@@ -258,24 +261,25 @@ class MissRunner:
 
     @property
     def n_misses(self) -> int:
-        """Experts computed so far; one with several token rows of a step counts once."""
+        """Number of experts computed so far; an expert with several token rows of a step counts
+        once."""
         return self._counts()[0]
 
     @property
     def seconds(self) -> float:
-        """Time spent computing them."""
+        """Seconds spent computing missing experts."""
         return self._counts()[1] / 1e9
 
     def take_spans(self) -> list[MissSpan]:
-        """The requests since the last call, the latest 4096 at most. One that has just set its
-        flag may not be among them yet."""
+        """Return the requests since the last call, the latest 4096 at most. A request that has just
+        set its flag may not be among them yet."""
         numbers = (ctypes.c_int64 * (len(MissSpan._fields) * _MAX_SPANS))()
         count = self._library.overspill_misses_spans(self._own(), numbers)
         flat = iter(numbers[: len(MissSpan._fields) * count])
         return [MissSpan(*span) for span in zip(flat, flat, flat, flat, strict=True)]
 
     def close(self) -> None:
-        """Ends the thread after the requests that are ready, and releases the buffers: no step may
+        """End the thread after the requests that are ready, and release the buffers. No step may
         run, and none may follow."""
         if not self._closed and os.getpid() == self._process:
             self._closed = True
@@ -290,7 +294,7 @@ class MissRunner:
 
     @property
     def n_loaded(self) -> int:
-        """Experts that were loaded into the caches before they were needed."""
+        """Number of experts that were loaded into the caches before they were needed."""
         return self._counts()[2]
 
     def _counts(self) -> tuple[int, int, int]:
@@ -300,7 +304,8 @@ class MissRunner:
         return n_experts, ns, n_loaded
 
     def _own(self) -> int | None:
-        """A forked child does not have the thread, which may have held the lock."""
+        """Return the handle. Raises in a forked child, which does not have the thread; the lock may
+        be held there."""
         if os.getpid() != self._process:
             raise EngineError("missing experts are computed in another process; load the model")
         return self._handle
@@ -312,15 +317,8 @@ class MissRunner:
 
 
 def _line_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a tensor, in whole cache lines."""
+    """Return the bytes of a tensor, in whole cache lines."""
     return round_up(math.prod(shape) * dtype.itemsize, _CACHE_LINE)
-
-
-def _call(inject: Callable[[str], object], failures: list[BaseException]) -> None:
-    try:
-        inject("cpu")
-    except BaseException as error:
-        failures.append(error)
 
 
 def _fetch(
@@ -333,8 +331,8 @@ def _fetch(
     addresses: int,
     offsets: int,
 ) -> int:
-    """`first` and `second` are a layer and the number of its experts, or those of `end_reads`.
-    Returns the file, or -1 after a failure."""
+    """Call a method of `source` for the native thread. `first` and `second` are a layer and a
+    number of experts, or the arguments of `end_reads`. Returns the file, or -1 after a failure."""
     pause_collection()
     try:
         if what == _RELEASE:

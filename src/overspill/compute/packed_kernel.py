@@ -25,18 +25,18 @@ _NUMBERS = {
 _ZEROS = {torch.int8: 5, torch.int16: 6}
 _INT4 = tuple(float(code - 8) for code in range(16))
 _VALUES = {Kind.INTEGERS: (_INT4, 1.0), Kind.IQ4_NL: (IQ4_NL, 1.0)}
-"""The values of codes of four bits and their unit; all others are e2m1."""
+"""Values of codes of four bits and their unit; all other kinds are e2m1."""
 
 
 class Plane(NamedTuple):
-    """Where a part of a packed matrix is, contiguous, and the type of its numbers."""
+    """Address of a contiguous part of a packed matrix, and the type of its numbers."""
 
     begin: int
     dtype: torch.dtype
 
 
 class PackedArgs(ctypes.Structure):
-    """`PackedMatrix` of cpu_format.h."""
+    """Mirror of `PackedMatrix` in cpu_format.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "columns", "row_block", "group")),
@@ -53,8 +53,9 @@ class PackedArgs(ctypes.Structure):
 def packed_args(
     scheme: Scheme, rows: int, columns: int, divides: bool, planes: Mapping[str, Plane]
 ) -> PackedArgs | None:
-    """The arguments for a matrix whose rows are the outputs; None if the library does not have its
-    format. `planes` are by the fields of `Parts` that `PackedMatrix.by_rows` returns."""
+    """Return the arguments for a matrix whose rows are the outputs; None if the library does not
+    have its format. The keys of `planes` are fields of the `Parts` that `PackedMatrix.by_rows`
+    returns."""
     values, unit = _VALUES.get(scheme.kind, (E2M1, 0.5))
     code_type = _code_type(scheme)
     scales, zeros, factor = planes["scales"], planes.get("zeros"), planes.get("factor")
@@ -81,7 +82,7 @@ def packed_args(
 
 
 class PieceArgs(ctypes.Structure):
-    """`PackedPiece` of cpu_format.h."""
+    """Mirror of `PackedPiece` in cpu_format.h."""
 
     _fields_ = (
         ("tensor", ctypes.c_int32),
@@ -93,13 +94,13 @@ class PieceArgs(ctypes.Structure):
 
 
 class ExpertArgs(ctypes.Structure):
-    """`PackedExpert` of cpu_format.h."""
+    """Mirror of `PackedExpert` in cpu_format.h."""
 
     _fields_ = (("pieces", ctypes.POINTER(PieceArgs)), ("count", ctypes.c_int64))
 
 
 def plain_args(begin: int, dtype: torch.dtype) -> tuple[int, PackedArgs] | None:
-    """The type and place of plain numbers; None if the library does not have their type."""
+    """Return the type and place of plain numbers; None if the library does not have their type."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     return _NUMBERS[dtype], PackedArgs(codes=begin)
@@ -119,8 +120,9 @@ def _code_type(scheme: Scheme) -> int | None:
 
 
 def unpack_rows(args: PackedArgs, out: Tensor, threads: int, isa: str | None = None) -> bool:
-    """Fills `out` [rows, columns], whose planes begin at addresses; False if its type or its
-    strides are others than the library has, or without it. `isa` as in `kernel_forward`."""
+    """Fill `out` [rows, columns] from planes at the addresses of `args`. Return False without the
+    library, or if it does not have the type or the strides of `out`. `isa` is as in
+    `kernel_forward`."""
     library = cpu_library()
     bf16 = out.dtype == torch.bfloat16
     row, column = out.stride()
@@ -136,8 +138,8 @@ def unpack_rows(args: PackedArgs, out: Tensor, threads: int, isa: str | None = N
 
 
 def repack_awq(words: Tensor) -> Tensor | None:
-    """[K, N / 8] words of AWQ as [N, K / 8] words of eight columns in their order; None without the
-    library, or if eight does not divide K."""
+    """Return [K, N / 8] words of AWQ as [N, K / 8] words of eight columns in their order; None
+    without the library, or if eight does not divide K."""
     library = cpu_library()
     k, n = words.shape[0], 8 * words.shape[1]
     if library is None or k % 8 or words.device.type != "cpu":

@@ -24,7 +24,7 @@ from overspill.compute.packed_kernel import Plane, packed_args, repack_awq, unpa
 from overspill.core.packing import Kind, Scheme
 
 _CHUNK = 1 << 20
-"""Weights that are unpacked at once: what is allocated for them stays small."""
+"""Number of weights that are unpacked at once, which bounds temporary memory."""
 _TRANSPOSED = (Kind.GPTQ, Kind.AWQ)
 _ADD_ONE = {4: 0x11111111, 8: 0x01010101}
 
@@ -36,10 +36,11 @@ class Parts:
     codes: Tensor
     scales: Tensor
     factor: Tensor | None = None
-    """Of all scales. K-quants have one for each 256 columns, or two: of scales and of minimums."""
+    """Factor of all scales. K-quants have one factor for each 256 columns, or two: of scales and of
+    minimums."""
     zeros: Tensor | None = None
-    """Codes that stand for zero. K-quants have minimums: their products with the second factor are
-    subtracted from those of codes and scales."""
+    """Codes that stand for zero. K-quants have minimums, whose products with the second factor are
+    subtracted from the products of codes and scales."""
     indices: Tensor | None = None
     """The group of each column."""
     size: Tensor | None = None
@@ -58,7 +59,7 @@ class BadPart(ValueError):
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """How a matrix [rows, columns] is packed."""
+    """Packing of a matrix [rows, columns]."""
 
     scheme: Scheme
     rows: int
@@ -75,13 +76,13 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the plain matrix."""
+        """Shape of the plain matrix."""
         return (self.columns, self.rows) if self.is_transposed else (self.rows, self.columns)
 
     def by_rows(self, parts: Parts) -> "tuple[PackedMatrix, Parts]":
-        """The same values as records hold them: the codes of a row are neighbours, the first of
-        them in the lowest bits, with a row of scales, and signed zero points if there are any. Only
-        integers change, those of GPTQ and AWQ."""
+        """Return the same values in the layout of records: the codes of a row are neighbours, the
+        first of them in the lowest bits, with a row of scales, and signed zero points if there are
+        any. Only integers (of GPTQ and AWQ too) change."""
         bits, kind = self.scheme.bits, self.scheme.kind
         if parts.zeros is None or kind not in (Kind.INTEGERS, *_TRANSPOSED):
             return self, parts
@@ -98,14 +99,14 @@ class PackedMatrix:
         return replace(self, scheme=scheme), Parts(codes, scales, parts.factor, zeros)
 
     def unpack(self, parts: Parts, out: Tensor, threads: int = 1) -> None:
-        """Fills the plain matrix `out`, in its dtype, with as many threads on the CPU."""
+        """Fill the plain matrix `out`, in its dtype, with `threads` threads on the CPU."""
         matrix, parts = self.by_rows(parts)
         out = out.T if self.is_transposed else out
         if not matrix._unpack_native(parts, out, threads):
             matrix._unpack_torch(parts, out)
 
     def _unpack_native(self, parts: Parts, out: Tensor, threads: int) -> bool:
-        """Whether the C++ library has filled `out`."""
+        """Fill `out` with the C++ library; return False if it cannot."""
         if out.device.type != "cpu":
             return False
         if self.scheme.kind is Kind.K_QUANT:
@@ -138,7 +139,7 @@ class PackedMatrix:
             out[rows].copy_(values)
 
     def _values(self, codes: Tensor, rows: slice, has_zeros: bool) -> Tensor:
-        """The codes of some rows as numbers."""
+        """Return the codes of some rows as numbers."""
         bits = self.scheme.bits
         match self.scheme.kind:
             case Kind.MXFP4_STACK:
@@ -161,14 +162,14 @@ class PackedMatrix:
         raise AssertionError(f"{self.scheme.kind} is not in rows")
 
     def _add_high_bits(self, values: Tensor, high: Tensor) -> None:
-        """Codes of five bits begin at 0, those of six at -32."""
+        """Add the high bits to codes. Codes of five bits begin at 0, codes of six bits at -32."""
         bits = self.scheme.bits - 4
         values.add_(unpack_bits(high, bits), alpha=16)
         if bits == 2:
             values.sub_(32)
 
     def _minimums(self, parts: Parts) -> Tensor | None:
-        """What K-quants subtract from each group of columns."""
+        """Return the numbers that K-quants subtract from each group of columns."""
         if parts.zeros is None or parts.factor is None:
             return None
         groups = parts.zeros.unflatten(1, (parts.factor.shape[1], -1)).float()
@@ -176,7 +177,8 @@ class PackedMatrix:
         return products.flatten(1)
 
     def _scales(self, parts: Parts) -> Tensor:
-        """A row for each block of rows, a column for each group of columns."""
+        """Return the scales, with a row for each block of rows and a column for each group of
+        columns."""
         stored = parts.scales
         of_bytes = stored.dtype in (torch.uint8, torch.float8_e8m0fnu)
         is_power = of_bytes and self.scheme.kind is not Kind.K_QUANT
@@ -195,7 +197,7 @@ class PackedMatrix:
         return scales.reshape(-(-self.rows // row_block), -(-self.columns // group))
 
     def _zeros(self, stored: Tensor) -> Tensor:
-        """The code that stands for zero of each row and group."""
+        """Return the code that stands for zero in each row and group."""
         bits = self.scheme.bits
         match self.scheme.kind:
             case Kind.GPTQ:
@@ -231,7 +233,8 @@ class PackedMatrix:
 
 
 def _awq_rows(words: Tensor) -> Tensor:
-    """[K, N / 8] words of AWQ as [N, K / 8] words whose first columns are in the lowest bits."""
+    """Return [K, N / 8] words of AWQ as [N, K / 8] words whose first columns are in the lowest
+    bits."""
     repacked = repack_awq(words)
     if repacked is not None:
         return repacked

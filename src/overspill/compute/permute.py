@@ -19,23 +19,23 @@ from overspill.hardware.native import has_triton
 _ROWS_AT_ONCE = 16384
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _KERNEL_TOP_K = 32
-"""The largest K of the kernel, whose code grows with it."""
+"""Largest K that the kernel sums; its code grows with K."""
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The T*K assignments of one routing as token rows, on the routing's device."""
+    """Order of the T*K assignments of one routing as token rows, on the routing's device."""
 
     row_token_R: Tensor
-    """The token of each row, int64."""
+    """Token of each row, int64."""
     row_assignment_R: Tensor
-    """The assignment of each row, int64."""
+    """Assignment of each row, int64."""
     inverse_TK: Tensor
-    """The row of each assignment, int64."""
+    """Row of each assignment, int64."""
 
     @classmethod
     def sort(cls, keys_TK: Tensor) -> "RowOrder":
-        """Sorts the assignments by keys; of equal ones, tokens stay in order. Never waits for the
+        """Sort the assignments by keys; with equal keys, tokens stay in order. Never waits for the
         device."""
         # int32 keys halve the passes of the radix sort
         _, row_assignment_R = torch.sort(keys_TK.reshape(-1).to(torch.int32), stable=True)
@@ -43,7 +43,7 @@ class RowOrder:
 
 
 def _order_of(row_assignment_R: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `RowOrder`."""
+    """Return the fields of `RowOrder`."""
     row = torch.arange(row_assignment_R.numel(), device=row_assignment_R.device)
     inverse_R = torch.empty_like(row_assignment_R).scatter_(0, row_assignment_R, row)
     row_token_R = row_assignment_R if top_k == 1 else row_assignment_R // top_k
@@ -55,12 +55,12 @@ class Permutation(RowOrder):
     """Token rows sorted by expert, and where the rows of each expert end."""
 
     ends_E: Tensor
-    """The end of each expert's rows, int32; experts that come `last` have none. The differences are
-    the rows of each expert (`counts_of`)."""
+    """End of each expert's rows, int32; experts that come `last` have no rows in it. The
+    differences are the numbers of rows of the experts (`counts_of`)."""
 
     @classmethod
     def build(cls, expert_ids_TK: Tensor, n_experts: int) -> "Permutation":
-        """Sorts the assignments by expert; within an expert, tokens stay in order.
+        """Sort the assignments by expert; within an expert, tokens stay in order.
 
         Never waits for the device: the ends come from a binary search in the sorted ids, because
         `bincount` would copy its maximum to the host.
@@ -76,8 +76,8 @@ class Permutation(RowOrder):
     def with_counts(
         cls, expert_ids_TK: Tensor, counts: Sequence[int], last: Collection[int] = ()
     ) -> "Permutation":
-        """The same if the host already knows the counts. The rows of the experts in `last` come
-        after all others and are not counted."""
+        """Build the permutation if the host already knows the counts. The rows of the experts in
+        `last` come after all others and are not counted."""
         n_experts = len(counts)
         kept = [0 if expert in last else count for expert, count in enumerate(counts)]
         numbers = [*_ranks(n_experts, last), *itertools.accumulate(kept)]
@@ -94,8 +94,8 @@ class Permutation(RowOrder):
         last: Collection[int],
         device: torch.device,
     ) -> "Permutation":
-        """The same for ids in host memory. They are sorted there and copied to the device in one
-        piece, which needs far fewer launches for few rows."""
+        """Build the permutation for ids in host memory. They are sorted there and copied to the
+        device in one piece, which needs far fewer launches for few rows."""
         n_experts, (n_tokens, top_k) = len(counts), expert_ids_TK.shape
         n_rows = n_tokens * top_k
         rank_E = np.array(_ranks(n_experts, last), dtype=np.int16)
@@ -113,8 +113,8 @@ class Permutation(RowOrder):
         return cls(token_R, assignment_R, inverse_R.view(-1, top_k), ends_E)
 
     def reordered(self, order_R: Tensor) -> "Permutation":
-        """The same rows, the one at `order_R[0]` first, and so on; rows that are not in it stay.
-        They are not sorted by expert any more: the ends are those before."""
+        """Return the rows in another order: row `order_R[0]` first, and so on; rows that are not in
+        it stay. The rows are not sorted by expert any more, and the ends do not change."""
         n_rows, rest = self.row_token_R.numel(), len(order_R)
         rows = torch.arange(n_rows, device=order_R.device)
         order_R = torch.cat((order_R, rows[rest:]))
@@ -127,13 +127,14 @@ class Permutation(RowOrder):
         )
 
     def of_tokens(self, tokens: slice) -> "Permutation":
-        """The same rows, of which those of some tokens are combined."""
+        """Return the same rows with the inverse of some tokens only, so that only these are
+        combined."""
         return replace(self, inverse_TK=self.inverse_TK[tokens])
 
 
 def _ranks(n_experts: int, last: Collection[int]) -> list[int]:
-    """The rank of each expert in the order of rows. The id `n_experts` means no expert and comes
-    after all others."""
+    """Return the rank of each expert in the order of rows. The id `n_experts` means no expert and
+    comes after all others."""
     ranks = [0] * n_experts
     order = sorted(range(n_experts), key=lambda expert: expert in last)
     for rank, expert in enumerate(order):
@@ -142,38 +143,38 @@ def _ranks(n_experts: int, last: Collection[int]) -> list[int]:
 
 
 def to_device(packed: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device without waiting for its queued work."""
+    """Copy a tensor to the device without waiting for its queued work."""
     if device.type != "cuda":
         return packed
     return packed.pin_memory().to(device, non_blocking=True)
 
 
 def counts_of(ends_E: Tensor) -> Tensor:
-    """Rows of each expert whose ends these are, on their device."""
+    """Return the number of rows of each expert from their ends, on the same device."""
     return torch.diff(ends_E, prepend=ends_E.new_zeros(1))
 
 
 def count_rows(expert_ids_TK: Tensor, n_experts: int) -> Tensor:
-    """Rows of each expert, int64, without sorting."""
+    """Return the number of rows of each expert, int64, without sorting."""
     ids_R = expert_ids_TK.reshape(-1).to(torch.int64)
     counts = ids_R.new_zeros(n_experts + 1)  # the last counts assignments without an expert
     return counts.scatter_add_(0, ids_R, torch.ones_like(ids_R))[:n_experts]
 
 
 def gather_rows(x_TD: Tensor, order: RowOrder, start: int = 0, stop: int | None = None) -> Tensor:
-    """Copies of the tokens of the rows [start, stop)."""
+    """Return copies of the tokens of the rows [start, stop)."""
     return x_TD.index_select(0, order.row_token_R[start:stop])
 
 
 def row_weights(
     weights_TK: Tensor, order: RowOrder, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """The routing weight of each row in [start, stop)."""
+    """Return the routing weight of each row in [start, stop)."""
     return weights_TK.reshape(-1).index_select(0, order.row_assignment_R[start:stop])
 
 
 def weights_grad(drow_weight_R: Tensor, order: RowOrder) -> Tensor:
-    """Backward of `row_weights`: the gradients of the [T, K] weights."""
+    """Return the gradients of the [T, K] weights: the backward of `row_weights`."""
     return drow_weight_R[order.inverse_TK]
 
 
@@ -185,8 +186,8 @@ def combine(
     out: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """Each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`, or in `out`. `y_RD`
-    begins with the row `first`.
+    """Return each token's weighted sum over its K rows, [T, D] in the dtype of `y_RD`, or in `out`.
+    `y_RD` begins with the row `first`.
 
     Deterministic: gathers and sums in a fixed order, no atomic adds. Sums are float32 (or wider)
     and rounded once.
@@ -195,8 +196,8 @@ def combine(
 
 
 def sum_rows(dx_RD: Tensor, order: RowOrder, out: Tensor | None = None, first: int = 0) -> Tensor:
-    """Backward of `gather_rows`: each token's sum over its K rows, deterministic. `dx_RD` begins
-    with the row `first`."""
+    """Return each token's sum over its K rows, deterministic: the backward of `gather_rows`.
+    `dx_RD` begins with the row `first`."""
     if order.inverse_TK.shape[1] == 1 and first == 0:
         return torch.index_select(dx_RD, 0, order.inverse_TK[:, 0], out=out)
     return _sum_over_k(dx_RD, order, None, _ROWS_AT_ONCE, out, first)
@@ -251,7 +252,8 @@ def _has_kernel(
 def _sum_chunk(
     y_RD: Tensor, inverse_TK: Tensor, weights_TK: Tensor | None, wide: torch.dtype, out_TD: Tensor
 ) -> None:
-    """Type promotion widens and rounds inside the products, without separate casts."""
+    """Sum the rows of some tokens. Type promotion widens and rounds inside the products, without
+    separate casts."""
     if weights_TK is None:
         out_TD.copy_(y_RD[inverse_TK].sum(1, dtype=wide))
     elif inverse_TK.shape[1] == 1:

@@ -2,8 +2,8 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The sum over the rows of each token as one kernel: it reads every row once, and writes no copy of
-the rows in the order of tokens.
+"""Sum over the rows of each token as one kernel: it reads every row once, and writes no copy of the
+rows in the order of tokens.
 
 Shapes: T tokens, D model, K top-k, R token rows.
 """

@@ -28,13 +28,14 @@ log = logging.getLogger("overspill")
 GROUP = 32
 _BEST_ISA = -1
 _CHUNK = 1 << 18
-"""Weights that torch packs at once: they stay in the caches of a core."""
+"""Number of weights that torch packs at once: they stay in the caches of a core."""
 _DIVISORS = (7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0)
-"""7 cuts off nothing, larger ones cut off more and round less; also in quantize.cpp."""
+"""Divisors of the largest magnitude: 7 cuts off nothing, larger ones cut off more and round less.
+Repeated in quantize.cpp."""
 _LEAST_SCALE = 2.0**-126
 _E4M3_MAX = 448.0
 _TOO_LARGE = 2.0**127
-"""Products of codes and scales would overflow."""
+"""Magnitude from which on products of codes and scales would overflow."""
 
 
 class BadWeight(ValueError):
@@ -58,8 +59,8 @@ def quantize(weight: Tensor, scheme: Scheme) -> Parts:
 
 
 def quantize_groups(groups: Tensor, integers: bool, isa: int = _BEST_ISA) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups [n, 32]: bytes of two codes [n, 16] and exponents [n], or with
-    `integers` words of eight codes, which have 8 added, [n, 4] and scales [n]. Tests select an
+    """Return codes and scales of groups [n, 32]: bytes of two codes [n, 16] and exponents [n], or
+    with `integers` words of eight codes, which have 8 added, [n, 4] and scales [n]. Tests select an
     instruction set with `isa`."""
     library = _native_library()
     if library is None:
@@ -86,7 +87,7 @@ def _native_library() -> ctypes.CDLL | None:
 
 
 def quantize_groups_torch(groups: Tensor, integers: bool) -> tuple[Tensor, Tensor]:
-    """`quantize_groups` with operations of torch."""
+    """Compute `quantize_groups` with operations of torch."""
     function = _int4 if integers else _mxfp4
     made = [function(part.T.contiguous()) for part in groups.split(_CHUNK // GROUP)]
     codes, scales = (torch.cat(parts) for parts in zip(*made, strict=True))
@@ -94,7 +95,7 @@ def quantize_groups_torch(groups: Tensor, integers: bool) -> tuple[Tensor, Tenso
 
 
 def _mxfp4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups [32, n]: operations are between rows, which are long."""
+    """Pack groups [32, n] as MXFP4. Operations are between rows, which are long."""
     largest = _largest(groups, (0,))
     # the largest is in [2 ** (e - 1), 2 ** e), and between 4 and 8 in units of 2 ** (e - 3)
     lower = (torch.frexp(largest).exponent - 3).clamp_(min=-127)
@@ -110,7 +111,8 @@ def _mxfp4(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _round_e2m1(sizes: Tensor) -> Tensor:
-    """The nearest values of e2m1, at most 6; of two those with an even code."""
+    """Return the nearest values of e2m1, at most 6; of two equally near ones, the value with an
+    even code."""
     sizes = sizes.clamp(max=6)
     # the power of two below; neighbouring values differ by half of it, from 1 downwards by 0.5
     power = (sizes.clamp(min=1).view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -119,7 +121,7 @@ def _round_e2m1(sizes: Tensor) -> Tensor:
 
 
 def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups [32, n]."""
+    """Pack groups [32, n] as int4."""
     largest = _largest(groups, (0,))
     unit = _power(-torch.frexp(largest).exponent.clamp_(-126, 126))  # no overflow of squares
     best, scales = torch.full_like(largest, torch.inf), largest
@@ -138,7 +140,7 @@ def _int4(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, K] codes, and [ceil(N / 128), ceil(K / 128)] scales."""
+    """Return [N, K] codes and [ceil(N / 128), ceil(K / 128)] scales of FP8."""
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight, (0, -columns % 128, 0, -rows % 128))
     blocks = whole.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
@@ -149,7 +151,7 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _largest(weights: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest magnitudes over some dimensions."""
+    """Return the largest magnitudes over some dimensions."""
     largest = weights.abs().amax(dims)
     if not (largest < _TOO_LARGE).all():  # or NaN
         raise _bad_weight()
@@ -161,12 +163,12 @@ def _bad_weight() -> BadWeight:
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """2 ** exponents, from -126 to 127."""
+    """Return 2 ** exponents, from -126 to 127."""
     return (exponents + 127 << 23).view(torch.float32)
 
 
 def _squares(errors: Tensor) -> Tensor:
-    """The sums of the squares [32, n], added in a fixed order."""
+    """Return the sums of the squares [32, n], added in a fixed order."""
     total = errors * errors
     while (half := len(total) // 2) > 0:
         total = total[:half] + total[half:]

@@ -1,7 +1,6 @@
-"""The record of an expert with packed weights: its stored parts, one behind the other."""
+"""Records of experts with packed weights: their stored parts, one behind the other."""
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -10,51 +9,20 @@ from torch import Tensor
 
 from overspill.compute.packed_kernel import ExpertArgs, PieceArgs, Plane, packed_args, plain_args
 from overspill.compute.packed_matrix import PackedMatrix, Parts
+from overspill.compute.record_piece import CODES, Piece, Stored
 from overspill.core.experts import ExpertShape
 from overspill.core.sizes import round_up
 from overspill.hardware.native import has_triton
 from overspill.tiers.layout import WeightFormat
 
-CODES = "codes"
 _DESCRIBE = ("indices", "size")
 _ALIGN = 64
-"""Each part begins at a multiple, so that vector instructions can read it."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a record."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    """Its first byte."""
-
-    @property
-    def end(self) -> int:
-        return self.begin + math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, record: Tensor) -> Tensor:
-        return record[self.begin : self.end].view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some rows of a tensor of an expert, packed or plain."""
-
-    tensor: int
-    """Number of the tensor: w_in, w_out, b_in, b_out."""
-    begin: int
-    """First row."""
-    rows: int
-    matrix: PackedMatrix | None
-    stored: Mapping[str, Stored]
-    """By the fields of `Parts`; a plain piece has codes alone."""
+"""Alignment of the parts in bytes, so that vector instructions can read them."""
 
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """What is where in the packed weights of each expert of a model."""
+    """Layout of the packed weights of each expert of a model."""
 
     shape: ExpertShape
     pieces: tuple[Piece, ...]
@@ -78,52 +46,40 @@ class RecordFormat:
         return ExpertArgs((PieceArgs * len(found))(*found), len(found))
 
     def of_layer(self, layer: int) -> "RecordFormat":
-        """The same in all layers."""
+        """Return this format, which is the same in all layers."""
         return self
 
     def unpack(self, record: Tensor, out: Tensor, threads: int = 1) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record, with as many
+        """Fill the flat weights `out`, in their dtype, from the bytes of a record, with `threads`
         threads on the CPU."""
         for piece in self.pieces:
             if piece.matrix is None:
-                self.copy_plain(piece, record[None], out[None])
+                piece.copy_plain(self.shape, record[None], out[None])
             else:
                 stored = {field: each.of(record) for field, each in piece.stored.items()}
-                rows = self._rows(piece, out[None])[0]
+                rows = piece.rows_of(self.shape, out[None])[0]
                 piece.matrix.unpack(Parts(**stored), rows, threads)
 
     def unpack_several(
         self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
     ) -> None:
-        """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
-        are the token rows of each expert, and `ends` the same on the device, cumulated: experts
+        """Fill the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
+        are the token rows of each expert, and `ends` the cumulative counts on the device: experts
         without rows may be left out."""
         kernels = records.is_cuda and has_triton("packed experts")
         if kernels and torch.cuda.get_device_capability(records.device) >= (8, 0):
             from overspill.compute import unpack_triton
 
-            if unpack_triton.is_supported(self):
-                unpack_triton.unpack(self, records, out, ends)
+            if unpack_triton.is_supported(self.pieces):
+                unpack_triton.unpack(self.shape, self.pieces, records, out, ends)
                 return
         for record, weights, count in zip(records, out, counts, strict=True):
             if count:
                 self.unpack(record, weights, torch.get_num_threads())
 
-    def copy_plain(self, piece: Piece, records: Tensor, out: Tensor) -> None:
-        """Copies a plain piece of records [n, nbytes] to the flat weights `out` [n, numel]."""
-        stored = piece.stored[CODES]
-        plain = records[:, stored.begin : stored.end].view(stored.dtype)
-        self._rows(piece, out).copy_(plain.unflatten(1, stored.shape))
-
-    def _rows(self, piece: Piece, out: Tensor) -> Tensor:
-        """The place of a piece in flat weights [n, numel]."""
-        size, start = self.shape.sizes[piece.tensor], self.shape.starts[piece.tensor]
-        tensor: Tensor = out[:, start : start + math.prod(size)].unflatten(1, size)
-        return tensor[:, piece.begin : piece.begin + piece.rows]
-
 
 def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
-    """A piece for the C++ library, whose matrices have outputs as rows."""
+    """Return a piece for the C++ library, whose matrices have outputs as rows."""
     is_bias = len(shape.sizes[piece.tensor]) == 1
     if piece.matrix is None:
         codes = piece.stored[CODES]
@@ -158,7 +114,8 @@ class MixedFormat:
 
 
 def layer_formats(format: WeightFormat | None, n_layers: int) -> list[RecordFormat]:
-    """The formats of the packed records of all layers; none if records are plain."""
+    """Return the formats of the packed records of all layers; an empty list if records are
+    plain."""
     if format is None:
         return []
     assert isinstance(format, RecordFormat | MixedFormat)
@@ -177,7 +134,7 @@ class FormatBuilder:
     def add(
         self, tensor: int, rows: int, matrix: PackedMatrix | None, parts: Mapping[str, Tensor]
     ) -> None:
-        """The next rows of a tensor."""
+        """Add the next rows of a tensor."""
         stored: dict[str, Stored] = {}
         for field, part in parts.items():
             begin = round_up(self._end, _ALIGN)
@@ -192,6 +149,6 @@ class FormatBuilder:
 
 
 def stored_parts(parts: Parts) -> dict[str, Tensor]:
-    """The parts that records have: the others only describe these."""
+    """Return the parts that records have. The other parts only describe these."""
     found = {field.name: getattr(parts, field.name) for field in fields(parts)}
     return {n: part for n, part in found.items() if part is not None and n not in _DESCRIBE}

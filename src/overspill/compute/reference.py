@@ -20,9 +20,9 @@ def moe_reference(
     biases: Sequence[Tensor] = (),
     function: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Weighted sum over each token's experts; `w_in` is [E, H or 2H, D], `w_out` [E, D, H], and
-    `biases` are none or [E, H or 2H] and [E, D]. `function` is computed between the matrices; by
-    default gated SiLU or GELU.
+    """Return the weighted sum over each token's experts; `w_in` is [E, H or 2H, D], `w_out` [E, D,
+    H], and `biases` are none or [E, H or 2H] and [E, D]. `function` is computed between the
+    matrices; by default gated SiLU or GELU.
 
     An expert without tokens gets a gradient of zeros, not None.
     """

@@ -6,33 +6,33 @@ Shapes: R token rows sorted by expert, D model.
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
 from overspill.compute.cpu_kernel import (
     BackwardRows,
     ExpertRows,
     GroupArgs,
-    PackedRecords,
+    PackedFormat,
     WeightGradient,
     group_args,
+    inject_callback,
     loaded_library,
+    raise_first,
 )
 from overspill.core.errors import EngineError
 from overspill.core.experts import ExpertShape
 from overspill.tiers.worker_sync import WorkerSync
 
-_CALLBACK = ctypes.CFUNCTYPE(None)
 _DONE, _TIMED_OUT = 0, -1  # as in cpu_runner.h
 _SLICE = 0.1  # seconds of a native wait: between two of them Ctrl-C takes effect
 
 
 class CpuRequest(NamedTuple):
-    """When a `Runner` starts a group and how it signals the end. Both flags are 32-bit numbers in
-    memory, so a GPU can write and await them; they count up and wrap around."""
+    """Flags by which a `Runner` starts a group and signals its end. Both flags are 32-bit numbers
+    in memory, so a GPU can write and await them; they count up and wrap around."""
 
     ready: int
     """Address of the flag that reaches `number` when the token rows are ready."""
@@ -44,8 +44,8 @@ class CpuRequest(NamedTuple):
 
 
 class Runner:
-    """A thread that computes groups of experts one after another, each as soon as its token rows
-    are ready. It does not need the GIL.
+    """Thread that computes groups of experts one after another, each as soon as its token rows are
+    ready. It does not need the GIL.
 
     `inject("cpu")` is for fault-injection tests. Native threads call it at the start of each
     request and before each task; it may sleep. An exception that it raises is stored: the request
@@ -58,9 +58,9 @@ class Runner:
         """`sync` has the watchdog of waits."""
         self._library = loaded_library()
         self._sync = sync or WorkerSync()
-        self._failure: BaseException | None = None
+        self._failures: list[BaseException] = []
         # Kept here: the native threads call it until close().
-        self._callback = None if inject is None else _CALLBACK(partial(self._call, inject))
+        self._callback = inject_callback(inject, self._failures)
         self._process = os.getpid()
         self._closed = False
         self._handle: int = self._library.overspill_runner_new()
@@ -74,10 +74,10 @@ class Runner:
         threads: int,
         request: CpuRequest,
         form: Form | None = None,
-        format: PackedRecords | None = None,
+        format: PackedFormat | None = None,
     ) -> None:
-        """As `kernel_forward`, once the rows are ready; returns at once. The caller keeps the
-        tensors until the request is done."""
+        """Submit `kernel_forward`, which runs once the rows are ready. The caller keeps the tensors
+        until the request is done."""
         args = group_args(x_RD, y_RD, experts, shape, threads, form=form, format=format)
         self._submit(args, request)
 
@@ -91,7 +91,7 @@ class Runner:
         form: Form | None = None,
         gradients: Sequence[WeightGradient] = (),
     ) -> None:
-        """As `kernel_backward`, once the rows are ready; returns at once."""
+        """Submit `kernel_backward`, which runs once the rows are ready."""
         tensors = rows.x_RD, rows.dx_RD
         args = group_args(
             *tensors, experts, shape, threads, backward=rows, form=form, gradients=gradients
@@ -99,20 +99,19 @@ class Runner:
         self._submit(args, request)
 
     def check(self) -> None:
-        """Raises the stored exception of `inject`, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Raise the stored exception of `inject`, once."""
+        raise_first(self._failures)
 
     def wait(self, request: CpuRequest) -> bool:
-        """Blocks until the request is done; False if the runner was closed before. Raises if a
-        worker thread has failed, or if no task has been computed for too long."""
+        """Block until the request is done; return False if the runner was closed before. Raises if
+        a worker thread has failed, or if no task has been computed for too long."""
         ended = self.wait_end(request)
         self.check()
         return ended
 
     def wait_end(self, request: CpuRequest) -> bool:
-        """As `wait`, but leaves an exception of `inject` to the next call of another method."""
+        """Wait like `wait`, but leave an exception of `inject` to the next call of another
+        method."""
         what = "the results of CPU experts (runner thread, once the device has sent token rows)"
         watchdog, progress = self._sync.watchdog(what), ctypes.c_int64()
         args = request.done, request.number, min(_SLICE, watchdog.interval), progress
@@ -126,8 +125,8 @@ class Runner:
         return False
 
     def close(self) -> None:
-        """Ends the thread after the request that it computes, and discards the others. Another
-        thread may be in `wait`."""
+        """End the thread after the request that it computes, and discard the others. Another thread
+        may be in `wait`."""
         if self._alive():
             self._closed = True
             self._library.overspill_runner_close(self._handle)
@@ -147,11 +146,5 @@ class Runner:
         )
 
     def _alive(self) -> bool:
-        """A forked child does not have the thread."""
+        """Return whether the thread runs: not after close(), and not in a forked child."""
         return not self._closed and os.getpid() == self._process
-
-    def _call(self, inject: Callable[[str], object]) -> None:
-        try:
-            inject("cpu")
-        except BaseException as error:
-            self._failure = error

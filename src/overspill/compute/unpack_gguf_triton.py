@@ -15,18 +15,18 @@ from torch import Tensor
 from overspill.compute.formats import IQ4_NL
 from overspill.compute.launch_triton import Launch
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import CODES, Piece
+from overspill.compute.record_piece import CODES, Piece
 from overspill.core.packing import Kind
 
 _KINDS = (Kind.IQ4_NL, Kind.K_QUANT)
 
 
 class _Matrix(NamedTuple):
-    """A packed matrix in a record, as a constant of kernels. Planes are given by their first bytes,
-    those of float16 by their first elements; -1: there is none."""
+    """A packed matrix in a record, as a constant of kernels. Each plane is given by the position of
+    its first byte, a plane of float16 by its first element; -1: the matrix has no such plane."""
 
     bits: int
-    """4, 5 or 6; 0: IQ4_NL."""
+    """Bits of a code: 4, 5 or 6; 0 for IQ4_NL."""
     rows: int
     columns: int
     group: int
@@ -44,7 +44,7 @@ def is_supported(matrix: PackedMatrix) -> bool:
 def unpack_piece(
     piece: Piece, records: Tensor, out: Tensor, ends: Tensor, start: int, tile: tuple[int, int]
 ) -> None:
-    """Fills the plain weights from element `start` of `out` [n, numel] on. The rest is as in
+    """Fill the plain weights from element `start` of `out` [n, numel] on. Other arguments are as in
     `unpack_triton.unpack`."""
     assert piece.matrix is not None
     matrix = _matrix_of(piece.matrix, piece)
@@ -84,8 +84,8 @@ def _unpack_kernel(
     planes, halves, table, out, ends, step, halves_step, out_step, MATRIX: tl.constexpr,
     START: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The product of code and scale, less a minimum. Products have at most 24 bits, and are exact:
-    it makes no difference whether the difference is fused with them."""
+    """Writes the products of code and scale, less a minimum. Products have at most 24 bits, and are
+    exact: fusing the subtraction with them does not change the result."""
     expert = tl.program_id(1).to(tl.int64)
     before = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     if tl.load(ends + expert) == before:

@@ -4,6 +4,8 @@
 # mypy: disallow-untyped-calls=False
 """Unpacks several experts: one launch for each packed matrix of an expert."""
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,28 +13,30 @@ from torch import Tensor
 from overspill.compute import codes_triton, unpack_gguf_triton
 from overspill.compute.codes_triton import load_values, matrix_of, planes_of
 from overspill.compute.launch_triton import Launch
-from overspill.compute.record_format import RecordFormat
+from overspill.compute.record_piece import Piece
+from overspill.core.experts import ExpertShape
 
 _TILE = 32, 128
 """Rows and columns of a matrix that a program unpacks."""
 
 
-def is_supported(format: RecordFormat) -> bool:
-    """Whether kernels can read all pieces."""
-    packed = (piece.matrix for piece in format.pieces if piece.matrix is not None)
+def is_supported(pieces: Sequence[Piece]) -> bool:
+    """Whether kernels can read all pieces of a record."""
+    packed = (piece.matrix for piece in pieces if piece.matrix is not None)
     return all(
         codes_triton.is_supported(matrix) or unpack_gguf_triton.is_supported(matrix)
         for matrix in packed
     )
 
 
-def unpack(format: RecordFormat, records: Tensor, out: Tensor, ends: Tensor) -> None:
-    """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `ends` are the
+def unpack(
+    shape: ExpertShape, pieces: Sequence[Piece], records: Tensor, out: Tensor, ends: Tensor
+) -> None:
+    """Fill the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `ends` are the
     cumulative numbers of token rows: experts without rows are left out."""
-    shape = format.shape
-    for piece in format.pieces:
+    for piece in pieces:
         if piece.matrix is None:
-            format.copy_plain(piece, records, out)
+            piece.copy_plain(shape, records, out)
             continue
         width = shape.sizes[piece.tensor][-1]
         start = shape.starts[piece.tensor] + piece.begin * width

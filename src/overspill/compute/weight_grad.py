@@ -1,5 +1,5 @@
-"""Gradients of the weights of a wave's experts. They are computed when it is known what for: as
-tensors, or as a part of sums over several waves, without a tensor in between."""
+"""Gradients of the weights of a wave's experts, which are computed when they are used: as tensors,
+or directly as a part of sums over several waves."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -10,24 +10,24 @@ from torch import Tensor
 from overspill.compute import grouped
 
 _MANY = 2048
-"""From so many token rows of an expert on, on average, each expert has a product of its own."""
+"""Average number of token rows of an expert from which on each expert has a product of its own."""
 
 
 class WeightGrad(Protocol):
-    """The gradient of one tensor of all experts, [n, ...]."""
+    """Gradient of one tensor of all experts, [n, ...]."""
 
     def value(self) -> Tensor:
-        """In the data type of the weights."""
+        """Return the gradient in the data type of the weights."""
 
     def widened(self) -> Tensor:
-        """In float32 or wider: the first one of a sum."""
+        """Return the gradient in float32 or wider, to begin a sum with."""
 
     def add_to(self, total: Tensor) -> None:
-        """Adds it to a sum that `widened` has begun."""
+        """Add the gradient to a sum that `widened` has begun."""
 
 
 class Computed(NamedTuple):
-    """One that is there."""
+    """Gradient that is already computed."""
 
     grad: Tensor
 
@@ -42,7 +42,7 @@ class Computed(NamedTuple):
 
 
 class Product(NamedTuple):
-    """One that is a product over the token rows of each expert (`grouped.weight_grad`)."""
+    """Gradient that is a product over the token rows of each expert (`grouped.weight_grad`)."""
 
     backend: grouped.Backend
     a_RM: Tensor
@@ -74,7 +74,7 @@ class Product(NamedTuple):
                 torch.addmm(out, a_MR, b_RN, out_dtype=torch.float32, out=out)
 
     def _experts(self, total: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each expert: its part of the sum, and the factors of the product."""
+        """Yield for each expert its part of the sum, and the factors of the product."""
         a_MR, counts = self.a_RM.t(), self._counts
         if len(counts) == 1:
             yield total[0], a_MR, self.b_RN
@@ -87,8 +87,8 @@ class Product(NamedTuple):
 
     @property
     def _sums_itself(self) -> bool:
-        """Whether there is a product for each expert, which writes float32 sums of 16-bit rows. A
-        grouped product cannot add to a sum; these take more launches, so rows must be many."""
+        """Whether each expert has a product, which writes float32 sums of 16-bit rows. A grouped
+        product cannot add to a sum; these take more launches, so rows must be many."""
         if not self.a_RM.is_cuda or self.a_RM.itemsize != 2:
             return False
         many = self.counts is not None and len(self.a_RM) >= _MANY * len(self.counts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overspill.core.errors import OrderError
 
 ATTENTION = "overspill"
-"""Its name for `set_attn_implementation`."""
+"""Name for `set_attn_implementation`."""
 IN_USE = "this model is being served; close its LLM first"
 BATCH_RUNS = (
     "an LLM computes a batch with this model in another thread; wait for its answers before you "
@@ -25,7 +25,7 @@ BATCH_RUNS = (
 
 
 class Keys(Enum):
-    """Which keys the tokens of an attention module see."""
+    """Keys that the tokens of an attention module see."""
 
     BEFORE = auto()
     """Keys of the tokens before them in their sequence, and their own."""
@@ -41,23 +41,23 @@ class RelativeBias:
 
     embedding: nn.Embedding  # [buckets, heads]
     bucket: Callable[[Tensor], Tensor]
-    """The bucket of each position of a key relative to its query."""
+    """Function from the positions of keys relative to their queries to buckets."""
     reach: int
-    """Keys that are farther away have the bucket of this distance."""
+    """Largest distance: keys that are farther away have its bucket."""
 
     def scores(self, positions_NT: Tensor, n_keys: int) -> Tensor:
-        """The bias of tokens at `positions` for the keys at 0, 1, ..., [N, h, T, L]."""
+        """Return the bias of tokens at `positions` for the keys at 0, 1, ..., [N, h, T, L]."""
         keys = torch.arange(n_keys, device=positions_NT.device)
         bias: Tensor = self.embedding.weight[self.bucket(keys - positions_NT[..., None])]
         return bias.movedim(-1, 1)
 
     def by_distance(self) -> Tensor:
-        """The bias of keys so many tokens before the query, [h, reach + 1]."""
+        """Return the bias of keys 0, 1, ... tokens before the query, [h, reach + 1]."""
         return self.embedding.weight.T.index_select(1, self._buckets)
 
     @cached_property
     def _buckets(self) -> Tensor:
-        """Of each distance."""
+        """Bucket of each distance."""
         with torch.inference_mode(False):  # they outlive the pass
             return self.bucket(-torch.arange(self.reach + 1, device=self.embedding.weight.device))
 
@@ -67,28 +67,28 @@ class TokenBias:
     """A bias of attention scores that each token has for keys by their distance."""
 
     by_distance_NhTn: Tensor
-    """For keys 0, 1, ... tokens before; those farther away have the last one."""
+    """Bias for keys 0, 1, ... tokens before; keys farther away have the last bias."""
 
     def scores(self, positions_NT: Tensor, n_keys: int) -> Tensor:
-        """The bias of tokens at `positions` for the keys at 0, 1, ..., [N, h, T, L]."""
+        """Return the bias of tokens at `positions` for the keys at 0, 1, ..., [N, h, T, L]."""
         bias, keys = self.by_distance_NhTn, torch.arange(n_keys, device=positions_NT.device)
         distance = (positions_NT[..., None] - keys).clamp(0, bias.shape[-1] - 1)
         return bias.gather(-1, distance[:, None].expand(-1, bias.shape[1], -1, -1))
 
     def of_rows(self, rows_NT: Tensor) -> "TokenBias":
-        """That of these rows of the only sequence."""
+        """Return the bias of these rows of the only sequence."""
         return TokenBias(self.by_distance_NhTn[0][:, rows_NT].transpose(0, 1))
 
 
 class AttentionRole(NamedTuple):
-    """The part that an attention module has in an encoder-decoder model."""
+    """Role of an attention module in an encoder-decoder model."""
 
     keys: Keys
     bias: RelativeBias | None = None
 
 
 ROLES: WeakKeyDictionary[nn.Module, AttentionRole] = WeakKeyDictionary()
-"""Of modules that do more than attend to the tokens before."""
+"""Roles of modules that do not just attend to the tokens before them."""
 _DECODER = AttentionRole(Keys.BEFORE)
 
 
@@ -105,17 +105,17 @@ class AttentionOptions(NamedTuple):
 
 
 class Indexer(NamedTuple):
-    """The part of sparse attention that chooses the keys that each token sees."""
+    """Part of sparse attention that chooses the keys that each token sees."""
 
     layer: int
     heads: int
     most: int
-    """Keys that a token sees at most."""
+    """Largest number of keys that a token sees."""
     choose: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
-    """The positions [N, T, `most`] of the keys for these rows [N, T] of the batch, the best ones
-    first, by the keys that they may see [N, T, L]. A function stores the indexer's keys of the rows
-    [N, T, d] and returns all keys of their sequences [N, L, d]. Without keys (L = 0) nothing is
-    chosen."""
+    """Function that returns the positions [N, T, `most`] of the keys for these rows [N, T] of the
+    batch, the best ones first, from the keys that they may see [N, T, L]. Its last argument stores
+    the indexer's keys of the rows [N, T, d] and returns all keys of their sequences [N, L, d].
+    Without keys (L = 0) nothing is chosen."""
 
 
 class AttentionCache(Protocol):
@@ -123,17 +123,17 @@ class AttentionCache(Protocol):
 
     @property
     def positions(self) -> Tensor:
-        """That of each token in its sequence, [T]."""
+        """Position of each token in its sequence, [T]."""
 
     def attend(
         self, layer: int, q_Thd: Tensor, k_Tkd: Tensor, v_Tkd: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Stores keys and values of the batch's tokens, or of its new sources; attention of each
-        token to the keys that `options` name, [T, h, d]."""
+        """Store keys and values of the batch's tokens, or of its new sources. Return the attention
+        of each token to the keys that `options` name, [T, h, d]."""
 
     def choose(self, indexer: Indexer) -> Any:
-        """Stores the indexer's keys of the batch's tokens; the keys that each of them sees, for
-        `AttentionOptions.chosen`."""
+        """Store the indexer's keys of the batch's tokens. Return the keys that each of them sees,
+        for `AttentionOptions.chosen`."""
 
 
 _CURRENT: ContextVar[AttentionCache | None] = ContextVar("attention_cache", default=None)
@@ -141,7 +141,8 @@ _CURRENT: ContextVar[AttentionCache | None] = ContextVar("attention_cache", defa
 
 @contextmanager
 def attention_cache(cache: AttentionCache) -> Iterator[None]:
-    """Forward passes inside use `cache`; a batch is [1, T] tokens of several sequences."""
+    """Context in which forward passes use `cache`; a batch is [1, T] tokens of several
+    sequences."""
     token = _CURRENT.set(cache)
     try:
         yield
@@ -188,7 +189,7 @@ class ReplacedAttention:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A config and those of its parts."""
+    """Yield a config and the configs of its parts."""
     yield config
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
@@ -197,7 +198,7 @@ def _configs(config: Any) -> Iterator[Any]:
 
 
 _WINDOW_OF_CONFIG = frozenset({"PhimoeAttention"})
-"""Attention modules that do not know the window of their mask."""
+"""Classes of attention modules whose window is only in the config."""
 
 
 def _attend(
@@ -214,7 +215,8 @@ def _attend(
     position_bias: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The interface of transformers: [1, heads, T, width] to [1, T, heads, width]."""
+    """Attend through the current cache, with the interface of transformers: [1, heads, T, width] to
+    [1, T, heads, width]."""
     cache = current_cache()
     if cache is None:
         raise OrderError(BATCH_RUNS)

@@ -1,4 +1,4 @@
-"""Budgets of a model, and the settings that override them."""
+"""Memory budgets of a model, and the options that override them."""
 
 import dataclasses
 from contextlib import AbstractContextManager
@@ -29,7 +29,7 @@ _HOST_SHARE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions(PlanOptions, HostSlots, MemoryLimits):
-    """Options of `overspill.offload`: budgets, and what overrides them"""
+    """Options of `overspill.offload`: budgets, and options that override them"""
 
     settings: Settings = field(default_factory=Settings)
     """Switches of the engine."""
@@ -57,12 +57,12 @@ class OffloadOptions(PlanOptions, HostSlots, MemoryLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets(OffloadOptions):
-    """Options of a model, and what else needs memory."""
+    """Options of a model, and memory that is reserved for other uses."""
 
     host_reserved: int = 0
-    """Bytes of host memory that something else of each rank needs."""
+    """Bytes of host memory that each rank needs for other uses."""
     device_reserved: int = 0
-    """Bytes of the budget of the compute device for what is added to the model later."""
+    """Bytes of the budget of the compute device for modules that are added to the model later."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", self.settings or Settings())  # None: the default
@@ -95,14 +95,15 @@ class Budgets(OffloadOptions):
         return None if self.disk is None else Path(self.disk).expanduser()
 
     def claimed(self, device: torch.device) -> AbstractContextManager[None]:
-        """While the model is loaded and offloaded: other models on the GPU make room for it."""
+        """Context in which the model is loaded and offloaded: other models on the GPU make room for
+        it."""
         size = self.gpu_memory
         asked = None if size is None else parse_size(size, "--gpu-memory")
         return MEMORY_LIMITS.claimed(device, asked)
 
     def request(self, device: torch.device, n_ranks: int = 1) -> BudgetRequest:
-        """The budgets in bytes for the planner; those not given come from the machine. Ranks share
-        host memory and disk; each has a GPU of its own."""
+        """Return the budgets in bytes for the planner; budgets that are not given come from the
+        machine. Ranks share host memory and disk; each has a GPU of its own."""
         if self.folder is not None:
             check_folder(self.folder, need=0)  # even if the disk turns out not to be needed
         if n_ranks > 1 and device.type == "cuda" and self._shares_gpu and self.gpu_memory is None:

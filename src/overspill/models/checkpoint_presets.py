@@ -28,16 +28,16 @@ class EncoderDecoder(abc.ABC):
     n_experts: int
     vocab: int
     moe_every: int
-    """Every n-th block of a stack has experts."""
+    """Interval of blocks with experts: every n-th block of a stack."""
 
     @property
     def n_moe_layers(self) -> int:
-        """Blocks with experts, of both stacks."""
+        """Number of blocks with experts, of both stacks."""
         return 2 * (self.n_layers // self.moe_every)
 
     @property
     def total_params(self) -> int:
-        """All parameters; the output head is the embedding."""
+        """Number of all parameters; the output head is the embedding."""
         n_attentions = 3 * self.n_layers  # one in a block of the encoder, two in the decoder
         n_dense = 2 * self.n_layers - self.n_moe_layers
         experts = self.n_moe_layers * self.n_experts * (self._feed_forward + self.d_model)
@@ -47,30 +47,32 @@ class EncoderDecoder(abc.ABC):
     @property
     @abc.abstractmethod
     def _attention(self) -> int:
-        """Parameters of one attention."""
+        """Number of parameters of one attention."""
 
     @property
     @abc.abstractmethod
     def _feed_forward(self) -> int:
-        """Parameters of one expert, or of a dense feed-forward."""
+        """Number of parameters of one expert, or of a dense feed-forward."""
 
     @property
     @abc.abstractmethod
     def _others(self) -> int:
-        """Parameters of norms and positions. A row of a router is counted with its expert."""
+        """Number of parameters of norms and positions. A row of a router is counted with its
+        expert."""
 
     @abc.abstractmethod
     def fields(self) -> dict[str, Any]:
-        """The fields of the config that differ from the defaults of transformers."""
+        """Return the fields of the config that differ from the defaults of transformers."""
 
     @property
     def _n_norms(self) -> int:
-        """One before each attention and each feed-forward, and at the end of each stack."""
+        """Number of norms: one before each attention and each feed-forward, and at the end of each
+        stack."""
         return 5 * self.n_layers + 2
 
 
 class Switch(EncoderDecoder):
-    """Switch Transformers."""
+    """Shape of a Switch Transformer."""
 
     _BUCKETS = 32
 
@@ -106,7 +108,7 @@ class Switch(EncoderDecoder):
 
 
 class NLLB(EncoderDecoder):
-    """NLLB-MoE."""
+    """Shape of an NLLB-MoE."""
 
     def fields(self) -> dict[str, Any]:
         each = {
@@ -167,7 +169,7 @@ class PresetSummary:
 
 
 def summaries() -> list[PresetSummary]:
-    """All presets, without importing torch or transformers."""
+    """Return summaries of all presets, without importing torch or transformers."""
     return [
         PresetSummary(
             name=name,
@@ -181,17 +183,17 @@ def summaries() -> list[PresetSummary]:
 
 
 def check_preset(name: str, layers: int | None = None, experts: int | None = None) -> None:
-    """Raises for an unknown name, and for so few blocks that none has experts."""
+    """Raise for an unknown name, and for so few blocks that none has experts."""
     _shape(name, layers, experts)
 
 
 def preset_config(
     name: str, *, layers: int | None = None, experts: int | None = None, **changes: Any
 ) -> Any:
-    """The transformers config of a preset (`overspill create --list` shows them).
+    """Return the transformers config of a preset (`overspill create --list` shows them).
 
-    `layers` is the number of blocks (of the encoder, and of the decoder), `experts` that in each
-    MoE block; `changes` replace fields of the config, such as `dropout_rate=0.0`.
+    `layers` is the number of blocks (of the encoder, and of the decoder), `experts` the number of
+    experts in each MoE block; `changes` replace fields of the config, such as `dropout_rate=0.0`.
     """
     shape = _shape(name, layers, experts)
     from huggingface_hub.errors import StrictDataclassError
@@ -213,7 +215,7 @@ def preset_config(
 
 
 def _fields(shape: Any) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     if isinstance(shape, EncoderDecoder):
         return shape.fields()
     from overspill.models.huggingface.from_gpt import exported_config

@@ -74,12 +74,13 @@ class GPTConfig:
 
     @property
     def expert_params(self) -> int:
-        """Parameters of all experts."""
+        """Number of parameters of all experts."""
         return self.n_moe_layers * self.n_experts * self.expert_shape.numel
 
     @property
     def dense_params(self) -> int:
-        """Everything but the experts: embedding, head, attention, norms, routers, dense layers."""
+        """Number of parameters of everything but the experts: embedding, head, attention, norms,
+        routers, dense layers."""
         embedding = self.vocab * self.d_model * (1 if self.tie_embeddings else 2)
         attention = self.n_layers * 4 * self.d_model**2
         norms = (2 * self.n_layers + 1) * self.d_model

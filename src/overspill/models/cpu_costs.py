@@ -1,4 +1,4 @@
-"""Whether the CPU computes some of the experts, and what is measured for that decision."""
+"""Whether the CPU computes some of the experts, and the measurements for that decision."""
 
 import logging
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def check_cpu_experts(layers: Sequence[ExpertLayer], settings: Settings) -> None
 def why_no_cpu_experts(
     layout: RecordLayout, device: torch.device, settings: Settings
 ) -> str | None:
-    """Why the CPU computes no experts, or None if it does."""
+    """Return why the CPU computes no experts, or None if it does."""
     if not settings.cpu_experts:
         return "cpu_experts is off"
     if device.type != "cuda":
@@ -59,7 +59,8 @@ def why_no_cpu_experts(
 def cpu_expert_costs(
     layout: RecordLayout, device: torch.device, settings: Settings, progress: Progress | None
 ) -> ExpertCosts | None:
-    """Measured costs of an expert on this machine, or None if the CPU computes no experts."""
+    """Return the measured costs of an expert on this machine, or None if the CPU computes no
+    experts."""
     why = why_no_cpu_experts(layout, device, settings)
     if why is not None:
         _log.info("all experts compute on %s: %s", device, why)

@@ -1,4 +1,4 @@
-"""Layers whose experts can be moved to an engine, and what is required of them."""
+"""Layers whose experts can be moved to an engine, and checks of them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -10,7 +10,6 @@ from overspill.compute.activation import Activation
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertShape
 from overspill.moe.engine import Engine
-from overspill.moe.layer import MoE
 from overspill.moe.placeholder import ExpertPlaceholder
 
 
@@ -22,7 +21,7 @@ class ExpertLayer(Protocol):
 
     @property
     def experts(self) -> ExpertPlaceholder:
-        """The placeholder that `give_away` leaves."""
+        """Placeholder that `give_away` leaves."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -32,31 +31,21 @@ class ExpertLayer(Protocol):
 
     @property
     def trained(self) -> bool:
-        """Whether its experts are not frozen; before they are given away."""
+        """Whether the experts are not frozen. Valid before they are given away."""
 
     def activation(self) -> Activation | None:
-        """The function between the two matrices; None: the usual one. Before they are given
-        away."""
+        """Return the function between the two matrices; None for gated SiLU, or GELU without a
+        gate. Call it before the experts are given away."""
 
     def expert_parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that will be released."""
+        """Return the parameters that `give_away` releases."""
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Copies the weights of an expert into its flat record. Random weights are drawn on
+        """Copy the weights of an expert into its flat record. Random weights are drawn on
         `device`."""
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        """Releases the parameters and leaves a placeholder."""
-
-
-def experts_paths(model: nn.Module) -> list[str]:
-    """Paths of the modules with experts, lowest first, whether they are offloaded or not; of a
-    model of our own the MoE layers. Raises for a transformers model that is not supported."""
-    if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
-        from overspill.models.huggingface.adapt import experts_paths as find
-
-        return find(model)
-    return [path for path, module in model.named_modules() if isinstance(module, MoE)]
+        """Release the parameters and leave a placeholder."""
 
 
 def check_layers(layers: Mapping[str, ExpertLayer], training: bool) -> None:

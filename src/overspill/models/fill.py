@@ -17,7 +17,7 @@ from overspill.tiers.slab import Progress
 _READERS = 8
 """Reader threads: enough to keep an NVMe disk busy."""
 _BUFFERS = 3 << 29
-"""Maximum bytes of experts in buffers at once, where they cannot be read into place."""
+"""Largest number of bytes of experts in buffers at once, if they cannot be read into place."""
 
 
 class ExpertSource(Protocol):
@@ -25,7 +25,7 @@ class ExpertSource(Protocol):
 
     @property
     def format(self) -> WeightFormat | None:
-        """How the weights that `fill` writes are packed."""
+        """Format of the packed weights that `fill` writes; None: they are plain."""
 
     @property
     def ranks(self) -> LowRanks:
@@ -33,7 +33,7 @@ class ExpertSource(Protocol):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that `fill` needs beside a record."""
+        """Bytes that `fill` needs besides a record."""
 
     def fill(self, expert: ExpertId, record: Tensor) -> None: ...
 
@@ -77,5 +77,6 @@ def fill_experts(
 
 
 def reader_threads(buffers: int, most: int = _BUFFERS) -> int:
-    """Threads that read experts, where each needs `buffers` bytes and all together `most`."""
+    """Return the number of threads that read experts, if each needs `buffers` bytes and all
+    together may have `most`."""
     return _READERS if buffers == 0 else max(1, min(_READERS, most // buffers))

@@ -23,7 +23,7 @@ class GPTOutput(NamedTuple):
     loss: Tensor | None
     """Cross-entropy plus the weighted balance losses."""
     logits: Tensor | None
-    """[B, S, V]; only without targets."""
+    """Logits [B, S, V]; only without targets."""
     ce: Tensor | None
     """Cross-entropy alone, detached."""
     balance: Tensor
@@ -31,9 +31,10 @@ class GPTOutput(NamedTuple):
 
 
 class GPTMoE(nn.Module):
-    """`checkpoint` recomputes blocks in backward from their inputs. With `meta_experts` the expert
-    parameters are on the meta device, and `MoE.init_expert` gives their initial weights one record
-    at a time. `seed` determines all initial weights on a device."""
+    """Decoder-only language model with Mixture-of-Experts layers. `checkpoint` recomputes blocks in
+    backward from their inputs. With `meta_experts` the expert parameters are on the meta device,
+    and `MoE.init_expert` gives their initial weights one record at a time. `seed` determines all
+    initial weights on a device."""
 
     def __init__(
         self,
@@ -81,12 +82,12 @@ class GPTMoE(nn.Module):
         positions: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> GPTOutput:
-        """Loss with targets [B, S] (-100 is ignored), logits without, of `rows` of the sequences or
-        of all.
+        """Return the loss with targets [B, S] (-100 is ignored), or without targets the logits of
+        `rows` of the sequences, by default of all.
 
         With `pieces` > 1 the batch consists of that many micro-batches that are routed together:
         loss and gradients are those of accumulating them, and attention runs on one at a time.
-        `positions` [S] are those of the tokens in their sequences (`attention_cache`).
+        `positions` [S] are the positions of the tokens in their sequences (`attention_cache`).
         """
         n_sequences, length = tokens.shape
         if positions is None and length > self.config.max_seq:
@@ -120,24 +121,25 @@ class GPTMoE(nn.Module):
         return GPTOutput(loss, None, ce.detach(), balance_mean)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The token embeddings; the name is that of transformers."""
+        """Return the token embeddings. transformers defines the name of this method."""
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """The module whose weight is the output head; the name is that of transformers."""
+        """Return the module whose weight is the output head. transformers defines the name of this
+        method."""
         return self.embedding if self.head is None else self.head
 
     def moe_layers(self) -> list[MoE]:
-        """The MoE layers, lowest first, in the order of `ExpertId.layer`."""
+        """MoE layers, lowest first, in the order of `ExpertId.layer`."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def num_parameters(self) -> int:
-        """All parameters, with offloaded experts."""
+        """Return the number of parameters, with offloaded experts."""
         return self.config.total_params
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, n: int, temperature: float = 1.0, seed: int = 0) -> Tensor:
-        """`tokens` [B, S] followed by `n` sampled ones; temperature 0 takes the likeliest.
+        """Return `tokens` [B, S] followed by `n` sampled tokens; temperature 0 takes the likeliest.
 
         Every step runs the whole context (its last max_seq tokens), without a cache.
         """
@@ -206,7 +208,7 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, pieces: int, recompute: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(x, balance loss or None).
+        """Return (x, balance loss or None).
 
         The last operation is the addition to the residual, which saves nothing for backward. So a
         recomputation under checkpoint, which stops at the last saved tensor, does not run the
@@ -266,7 +268,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The dense layers between MoE layers: one expert for all tokens."""
+    """Dense feed-forward of layers between MoE layers: one expert for all tokens."""
 
     def __init__(self, config: GPTConfig, **where: Any) -> None:
         super().__init__()
@@ -304,7 +306,8 @@ class Rope(nn.Module):
         self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
     def forward(self, length: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tables [S, width / 2] for `rotate_packed`; positions are 0, 1, ... by default."""
+        """Return the tables [S, width / 2] for `rotate_packed`; positions are 0, 1, ... by
+        default."""
         if positions is not None:
             return self.cos[positions], self.sin[positions]
         return self.cos[:length], self.sin[:length]

@@ -10,7 +10,8 @@ from overspill.tiers.safetensors_stream import StreamWriter, TensorSpec
 
 
 def is_first(engine: Engine) -> bool:
-    """Whether this process writes what all ranks have: it is the first rank, or alone."""
+    """Return whether this process writes files that are equal on all ranks: it is the first rank,
+    or alone."""
     return engine.ranks is None or engine.ranks.rank == 0
 
 
@@ -20,7 +21,8 @@ def together(engine: Engine, what: str) -> AbstractContextManager[object]:
 
 
 def writes_experts(engine: Engine) -> bool:
-    """Whether this process writes its experts: no rank of another node does."""
+    """Return whether this process writes its experts. Of the ranks with the same experts in several
+    nodes, one does."""
     return engine.ranks is None or engine.ranks.writes_experts
 
 
@@ -28,8 +30,9 @@ def writes_experts(engine: Engine) -> bool:
 def shared_writer(
     path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str], ranks: Ranks | None
 ) -> Iterator[StreamWriter | None]:
-    """Each rank writes its own part of the tensors; together they must write all. If one fails, all
-    raise. Gives None to ranks whose experts others write. `ranks` None: this process writes all."""
+    """Context in which each rank writes its own part of the tensors; together they must write all.
+    If one fails, all raise. Yields None to ranks whose experts other ranks write. Without `ranks`,
+    this process writes all."""
     if ranks is None:
         with StreamWriter(path, specs, metadata) as writer:
             yield writer

@@ -21,7 +21,7 @@ def fused_linear_cross_entropy(
     chunk_bytes: int = _CHUNK_BYTES,
     pieces: int = 1,
 ) -> Tensor:
-    """The mean cross-entropy of x @ weight^T over targets that are not -100, float32.
+    """Return the mean cross-entropy of x @ weight^T over targets that are not -100, float32.
 
     The tokens consist of `pieces` consecutive micro-batches: the result is the mean of their means.
     A piece without any target counts as zero.
@@ -64,7 +64,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies in float32 and rounds once; torch would round a scalar factor to bf16 first."""
+    """Multiply in float32 and round once; torch would round a scalar factor to bf16 first."""
     return torch.mul(gradient, factor.view(1, 1), out=torch.empty_like(gradient))
 
 
@@ -106,7 +106,7 @@ def _run(
 
 
 def _row_scale(targets_T: Tensor, pieces: int, dtype: torch.dtype) -> Tensor:
-    """The factor of each token's loss, computed without synchronizing with the device."""
+    """Return the factor of each token's loss, without synchronizing with the device."""
     valid = (targets_T != IGNORE).view(pieces, -1)
     count = valid.sum(1, keepdim=True).clamp(min=1)
     return (valid.to(dtype) / (count * pieces)).view(-1)

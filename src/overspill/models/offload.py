@@ -54,10 +54,11 @@ def offload(model: nn.Module, options: OffloadOptions) -> nn.Module:
 
 
 def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
-    """`offload` with all arguments in one object."""
+    """Run `offload` with all arguments in one object."""
     if hasattr(model, "set_experts_implementation"):  # avoids an import of transformers
-        from overspill.models.huggingface.adapt import adapt, find_experts
+        from overspill.models.huggingface.adapt import adapt
         from overspill.models.huggingface.dictionaries import cast_routers
+        from overspill.models.huggingface.find_experts import find_experts
 
         budgets.settings.check_model(cast(Any, model).config.model_type)
         found = find_experts(model)
@@ -75,8 +76,8 @@ def offload_within(model: nn.Module, budgets: Budgets) -> nn.Module:
 
 
 def _layer_types() -> tuple[Any, ...]:
-    """`MoELayer` is not imported here, because it imports torch's compiler, which takes seconds: a
-    model with such a layer has imported it."""
+    """Return the types of our own MoE layers. `MoELayer` is not imported here, because it imports
+    torch's compiler, which takes seconds: a model with such a layer has imported it."""
     module = sys.modules.get("overspill.moe.moe_layer")
     return (MoE,) if module is None else (MoE, module.MoELayer)
 
@@ -90,11 +91,11 @@ def move_experts(
 ) -> nn.Module:
     """Moves the experts of `layers` to a new engine, `model.overspill`, and the rest of the model
     to the compute device, then calls `finish`. Without `source` the weights of the layers are
-    copied. They are released when all has succeeded; a failure leaves the model as it was."""
+    copied. The layers release them when all has succeeded; a failure leaves the model as it was."""
     device = budgets.compute_device
     ranks = None if budgets.mesh is None else Ranks(budgets.mesh, device)
     args = model, layers, budgets, source, finish
-    # what is made here outlives an inference mode of the caller
+    # tensors that are made here outlive an inference mode of the caller
     with torch.inference_mode(False), budgets.claimed(device):
         if ranks is None or ranks.size == 1:
             return _move_experts(*args, None, lambda: None)
@@ -113,7 +114,7 @@ def _move_experts(
     ranks: Ranks | None,
     agree: Callable[[], None],
 ) -> nn.Module:
-    """`agree` raises on all ranks if one of them has failed."""
+    """Move the experts of this rank. `agree` raises on all ranks if one of them has failed."""
     packed, low_ranks = (None, NO_LOW_RANKS) if source is None else (source.format, source.ranks)
     plan = plan_offload(model, layers, budgets, ranks, agree, packed, low_ranks)
     device = budgets.compute_device
@@ -156,7 +157,7 @@ def _move_experts(
 def _cpu_costs(
     plan: OffloadPlan, device: torch.device, progress: Progress | None
 ) -> ExpertCosts | None:
-    """Measured costs of CPU experts; None if all experts are on the device."""
+    """Return the measured costs of CPU experts; None if all experts are on the device."""
     if plan.placement.mode == "gpu":
         _log.info("all experts compute on %s: they fit there", device)
         return None
@@ -164,7 +165,7 @@ def _cpu_costs(
 
 
 def _replace_experts(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
-    """Puts placeholders in the place of the experts of all layers, also of other ranks' ones."""
+    """Replace the experts of all layers by placeholders, also in layers of other ranks."""
     own = engine.layer_map.own
     for number, layer in enumerate(layers):
         if number in own:
@@ -174,7 +175,7 @@ def _replace_experts(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
 
 
 def _new_observer(model: nn.Module) -> Callable[[], Observer | None]:
-    """Makes a popularity predictor; the engine must not keep its model alive."""
+    """Make a popularity predictor, which must not keep the model alive."""
     reference = weakref.ref(model)
 
     def new() -> Observer | None:
@@ -185,11 +186,12 @@ def _new_observer(model: nn.Module) -> Callable[[], Observer | None]:
 
 
 class _Keeper:
-    """Referenced by the placeholders of all layers; collected when no model uses the experts."""
+    """Object to which the placeholders of all layers refer; it is collected when no model uses the
+    experts."""
 
 
 def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
-    """Stops the engine's threads once the model and its optimizer are collected, or at exit."""
+    """Stop the engine's threads once the model and its optimizer are collected, or at exit."""
     keeper = _Keeper()
     for layer in layers:
         layer.experts.hold(keeper)
@@ -198,7 +200,7 @@ def _close_with(engine: Engine, layers: Sequence[ExpertLayer]) -> None:
 
 @contextmanager
 def _shown(progress: bool | Progress) -> Iterator[Progress | None]:
-    """A progress bar on a terminal, the function of the caller, or None."""
+    """Return a progress bar on a terminal, the function of the caller, or None."""
     if not isinstance(progress, bool):
         yield progress
     elif not progress or not sys.stderr.isatty():

@@ -1,4 +1,5 @@
-"""Which experts of a model this process gets, and where they and the dense part will be."""
+"""Plans which experts of a model this process gets, and the places of these and of the dense
+part."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from overspill.moe.settings import Settings
 from overspill.parallel.ranks import Ranks
 from overspill.plan.budget import BudgetRequest, ModelSizes, Placement, place
 from overspill.plan.exchange_groups import check_groups
-from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout, WeightFormat
+from overspill.tiers.layout import LowRanks, RecordLayout, WeightFormat
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class OffloadPlan:
     settings: Settings
     """Settings of this rank."""
     gpu_memory: int | None
-    """The budget of the GPU in bytes; None: the model shares what is free."""
+    """Budget of the GPU in bytes; None: the model shares the free memory."""
 
 
 def plan_offload(
@@ -43,11 +44,12 @@ def plan_offload(
     budgets: Budgets,
     ranks: Ranks | None,
     agree: Callable[[], None],
-    packed: WeightFormat | None = None,
-    low_ranks: LowRanks = NO_LOW_RANKS,
+    packed: WeightFormat | None,
+    low_ranks: LowRanks,
 ) -> OffloadPlan:
-    """All ranks call it; raises on all of them if they were given different models or options.
-    `packed` is the format of packed weights, and `low_ranks` are those of matrices behind them."""
+    """Plan the engine of this rank. All ranks call this; it raises on all of them if they were
+    given different models or options. `packed` is the format of packed weights, and `low_ranks` are
+    the ranks of low-rank matrices behind them."""
     device = budgets.compute_device
     check_cpu_experts(layers, budgets.settings)
     layout = RecordLayout(layers[0].shape, layers[0].dtype, budgets.state_dtype, packed, low_ranks)
@@ -86,7 +88,8 @@ def _sizes(
     frozen: bool,
     device: torch.device,
 ) -> ModelSizes:
-    """Frozen parameters have neither gradients nor optimizer states; `frozen`: all experts are."""
+    """Return the bytes of the dense part. Frozen parameters have neither gradients nor optimizer
+    states; `frozen`: all experts are frozen."""
     training = model.training
     blocks = dense_blocks(model, set(map(id, experts)))
     dense_states = 0
@@ -124,7 +127,8 @@ def _place(
     device: torch.device,
     agree: Callable[[], None],
 ) -> tuple[Placement, ModelPart]:
-    """The placement, and the part with what ranks need if they compute experts of each other."""
+    """Return the placement, and the part of this rank, with shared memory if ranks compute experts
+    of each other."""
     ranks, n_experts = part.ranks, part.experts.n_global
     if ranks is None or not may_share(settings, device, ranks):
         return place(sizes, request), part

@@ -8,13 +8,13 @@ from overspill.probe.clock import seconds_of
 from overspill.tiers.layout import RecordLayout
 
 BALANCE_ROWS = PlacementCosts(upload=0.0, row=1.0)
-"""Token rows are balanced whatever that costs."""
+"""Costs with which token rows are always balanced."""
 _ROWS = 2048  # token rows that are timed
 _SECONDS = 0.05  # limit of each measurement
 
 
 def measured_costs(layout: RecordLayout, device: torch.device, rows: int = _ROWS) -> PlacementCosts:
-    """Times one expert: an upload in each pass, forward and backward of its token rows. The first
+    """Measure one expert: an upload in each pass, forward and backward of its token rows. The first
     upload waits for the routing."""
     pinned = device.type == "cuda"
     source = torch.zeros(layout.weight_bytes, dtype=torch.uint8, pin_memory=pinned)

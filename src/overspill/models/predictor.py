@@ -1,5 +1,5 @@
-"""The popularity predictor of a model: its first weights, and the file that keeps what it has
-learned beside the profile of the machine."""
+"""The popularity predictor of a model: its first weights, and the file that keeps its learned
+weights beside the profile of the machine."""
 
 import hashlib
 import logging
@@ -20,18 +20,18 @@ from overspill.moe.predictor import Gate, Observer, Predictor
 _log = logging.getLogger("overspill")
 _FORMAT = "1"
 _SAMPLE = 16
-"""Elements of a dense parameter that tell one checkpoint from another."""
+"""Number of elements of each dense parameter that identify a checkpoint."""
 
 
 class _Gates(NamedTuple):
     of_layers: list[Gate | None]
     starts: list[int]
-    """The first layers of stacks: of an encoder, of a decoder."""
+    """First layer of each stack: of an encoder, of a decoder."""
 
 
 def new_observer(model: Any, distances: Sequence[int]) -> Observer:
-    """A predictor for an offloaded model that learns from its passes. It begins with what is saved
-    for this checkpoint, or with the model's gates."""
+    """Make a predictor for an offloaded model that learns from its passes. It begins with the
+    weights saved for this checkpoint, or with the model's gates."""
     engine = model.overspill
     gates = _find_gates(model)
     predictor = Predictor(
@@ -42,7 +42,7 @@ def new_observer(model: Any, distances: Sequence[int]) -> Observer:
 
 
 def predictor_file(model: Any) -> Path:
-    """One file for each checkpoint, whatever its folder: dense weights tell which it is."""
+    """Return the file of a checkpoint, which dense weights identify, whatever its folder."""
     engine = model.overspill
     digest = hashlib.sha256(f"{engine.n_layers} {engine.n_experts} {engine.shape}".encode())
     samples = []
@@ -58,8 +58,8 @@ def predictor_file(model: Any) -> Path:
 
 
 def save_predictor(model: Any, predictor: Predictor) -> None:
-    """Writes what was learned. A file that cannot be written costs what was learned, and a line in
-    the log."""
+    """Write the learned weights. If the file cannot be written, they are lost, with a line in the
+    log."""
     from safetensors.torch import save_file
 
     path = predictor_file(model)
@@ -115,7 +115,8 @@ def _find_gates(model: Any) -> _Gates:
 
 
 def _read_gate(gate: nn.Module, shape: tuple[int, int]) -> Gate | None:
-    """The product that a gate computes; None if it has no single one."""
+    """Return the weight and the bias of the product that a gate computes; None if it has no single
+    one."""
     weights = [p for p in gate.parameters() if tuple(p.shape) == shape]
     biases = [p for name, p in gate.named_parameters() if _is_bias(name, p, shape[0])]
     if len(weights) != 1 or len(biases) > 1:

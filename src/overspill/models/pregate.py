@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.models.attention_cache import IN_USE
-from overspill.models.expert_layers import experts_paths
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.moe.layer import MoE
 from overspill.moe.pregate import ChainGate, GatedBlock, IdsReader, install, positions
 from overspill.moe.router import RouterOutput
@@ -53,19 +53,20 @@ def pregate(model: Any, level: int = 1) -> Any:
     for chain in chains:
         install(chain, level)
     if hasattr(model, "save_pretrained"):
-        from overspill.models.huggingface.pregates import save_with_pregates
+        from overspill.models.huggingface.pregate_file import save_with_pregates
 
         save_with_pregates(model)
     return model
 
 
 def pregate_level(model: nn.Module) -> int:
-    """The level of a model's pre-gates; 0 if it has none."""
+    """Return the level of a model's pre-gates; 0 if it has none."""
     return next((position.level for _, _, position in positions(model)), 0)
 
 
 def check_level(level: int, chains: Sequence[list[GatedBlock]], asked: str | None = None) -> None:
-    """Raises if a chain cannot have pre-gates of that level; `asked` is how it was given."""
+    """Raise if a chain cannot have pre-gates of that level; `asked` is the option by which it was
+    given."""
     shortest = min(chains, key=len)
     if level >= len(shortest):
         most = len(shortest) - 1
@@ -86,8 +87,8 @@ def check_level(level: int, chains: Sequence[list[GatedBlock]], asked: str | Non
 
 
 def find_chains(model: Any) -> list[list[GatedBlock]]:
-    """The MoE blocks of a model, one list for each stack of layers. Raises for models that cannot
-    have pre-gates."""
+    """Return the MoE blocks of a model, one list for each stack of layers. Raises for models that
+    cannot have pre-gates."""
     kind = type(model).__name__
     if hasattr(model, "set_experts_implementation"):
         kind = model.config.model_type
@@ -104,7 +105,8 @@ def find_chains(model: Any) -> list[list[GatedBlock]]:
 
 
 def layer_drops(config: Any) -> dict[str, float]:
-    """Config fields of layer drop that are in use, with the value that pre-gates require."""
+    """Return the config fields of layer drop that are in use, with the value that pre-gates
+    require."""
     return {name: 0.0 for name in _LAYER_DROP if getattr(config, name, 0)}
 
 
@@ -120,7 +122,7 @@ def _refuse_layer_drop(config: Any) -> None:
 
 
 def _find_block(model: nn.Module, experts_path: str, kind: str) -> GatedBlock:
-    """The block with these experts: their parent, or a `MoE`, which has them itself."""
+    """Return the block with these experts: their parent, or a `MoE`, which has them itself."""
     experts = model.get_submodule(experts_path)
     path = experts_path if isinstance(experts, MoE) else experts_path.rpartition(".")[0]
     block = model.get_submodule(path)

@@ -2,7 +2,7 @@
 5 B parameters in the shape of Mixtral; the others are the models of three papers:
 
 - `moe-s` to `moe-xl`: Table 4 of the ES-MoE paper.
-- `aptmoe-*`: Table I of the APTMoE paper. It gives no number of heads: theirs are 64 wide in
+- `aptmoe-*`: Table I of the APTMoE paper. It gives no number of heads: heads are 64 wide in
   `aptmoe-s-*` and 128 in the others.
 - `mpipemoe-*`: Table III of the MPipeMoE paper, which gives only the MoE layer. Depth and heads
   are those of the models that it names, except that GPT-3 XL has 16 heads of 128 (24 do not divide
@@ -72,7 +72,7 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 def get_preset(name: str, **overrides: Any) -> GPTConfig:
-    """The preset `name` with some fields replaced."""
+    """Return the preset `name` with some fields replaced."""
     if name not in PRESETS:
         raise ConfigError(f"preset {name!r} is not one of {listed(PRESETS, name)}")
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
@@ -83,6 +83,6 @@ def get_preset(name: str, **overrides: Any) -> GPTConfig:
 
 
 def listed(names: Collection[str], wrong: str) -> str:
-    """All names, and those that are near a wrong one."""
+    """Return a text with all names, and the names that are near a wrong one."""
     near = difflib.get_close_matches(wrong, names, n=3)
     return ", ".join(names) + (f"; did you mean {' or '.join(near)}?" if near else "")

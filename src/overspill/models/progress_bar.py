@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class TerminalProgress:
-    """Shows one job at a time, from its first report to its last; in bytes, or counted."""
+    """Progress bar of one job at a time, from its first report to its last, in bytes or items."""
 
     def __init__(self, counted: bool = False) -> None:
         self._counted = counted

@@ -1,4 +1,4 @@
-"""`overspill.offload` on several ranks: what each gets, and what must be the same on all."""
+"""`overspill.offload` on several ranks: the part of each rank, and checks that ranks agree."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ from overspill.tiers.layout import RecordLayout
 
 @contextmanager
 def of_one_rank(ranks: Ranks) -> Iterator[None]:
-    """Budgets that do not suffice are those of one rank: an error says so."""
+    """Context that adds to errors about budgets that they are those of one rank."""
     try:
         yield
     except BudgetError as error:
@@ -32,7 +32,7 @@ def of_one_rank(ranks: Ranks) -> Iterator[None]:
 
 
 def check_supported(model: nn.Module, settings: Settings) -> None:
-    """Raises for what several ranks cannot do yet."""
+    """Raise for options and models that several ranks do not support yet."""
     if not model.training:
         raise ConfigError(
             "a mesh supports training only, and the model is in evaluation mode; call "
@@ -46,7 +46,7 @@ def check_supported(model: nn.Module, settings: Settings) -> None:
 
 
 def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
-    """The experts of this rank."""
+    """Return the experts of this rank."""
     if ranks.size > n_experts:
         raise ConfigError(
             f"the mesh has {ranks.size} ranks for {n_experts} experts of each layer; give at most "
@@ -58,7 +58,7 @@ def rank_part(n_experts: int, ranks: Ranks) -> ExpertMap:
 def rank_layers(
     model: nn.Module, layers: Sequence[ExpertLayer], budgets: Budgets, ranks: Ranks | None
 ) -> LayerMap:
-    """All layers, or those of the stages of this rank."""
+    """Return all layers, or the layers of the stages of this rank."""
     n_ranks = 1 if ranks is None else ranks.n_stages
     count = budgets.stages or n_ranks
     if budgets.stages is None and n_ranks == 1:
@@ -88,8 +88,8 @@ def rank_layers(
 
 
 def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
-    """The ranks of a node share its cores, unless a number of threads is given. Gradients of
-    several nodes are kept until they are added up."""
+    """Return the budgets of this rank. The ranks of a node share its cores, unless a number of
+    threads is given. Gradients of several nodes are kept until they are added up."""
     settings = budgets.settings
     threads = settings.threads or max(1, cpu_threads() // ranks.on_machine)
     keep = budgets.keep_gradients
@@ -103,8 +103,8 @@ def rank_budgets(budgets: Budgets, ranks: Ranks) -> Budgets:
 def facts(
     model: nn.Module, layers: Sequence[ExpertLayer], layout: RecordLayout, budgets: Budgets
 ) -> dict[str, str]:
-    """Facts that must be the same on all ranks, so that they make the same calls with the same
-    dense weights."""
+    """Return facts that must be the same on all ranks, so that they make the same calls with the
+    same dense weights."""
     settings = budgets.settings
     experts = {id(p) for layer in layers for p in layer.expert_parameters()}
     dense = [(name, p) for name, p in model.named_parameters() if id(p) not in experts]
@@ -134,12 +134,12 @@ def facts(
 
 
 def digest(value: object) -> str:
-    """A short text that differs for different values."""
+    """Return a short text that differs for different values."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def checksum(tensor: Tensor) -> int:
-    """A sum of whole numbers: the same for the same bits, in any order."""
+    """Return a sum of integers, which is the same for the same bits in any order."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if not tensor.numel() or tensor.itemsize not in integers:
         return 0

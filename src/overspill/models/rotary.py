@@ -12,15 +12,15 @@ from overspill.hardware.native import has_triton
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs (first half, second half of a head) of [B, S, heads, width] by their position;
+    """Rotate pairs (first half, second half of a head) of [B, S, heads, width] by their position;
     the tables are [S, 1, width / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotate_packed(qkv: Tensor, cos_SW: Tensor, sin_SW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k rotated, and v, [B, S, heads, width] each; the tables [S, width / 2] are float32. On
-    a GPU it is one kernel instead of a dozen passes over strided halves."""
+    """Return q and k rotated, and v, [B, S, heads, width] each; the tables [S, width / 2] are
+    float32. On a GPU it is one kernel instead of a dozen passes over strided halves."""
     if qkv.is_cuda and has_triton("rotary embedding"):
         q, k, v = _Rotate.apply(qkv, cos_SW, sin_SW)  # type: ignore[no-untyped-call]
         return q, k, v

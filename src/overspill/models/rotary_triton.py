@@ -14,8 +14,8 @@ from overspill.compute.launch_triton import Launch
 def rotate_cuda(
     q: Tensor, k: Tensor, v: Tensor, cos_SW: Tensor, sin_SW: Tensor, direction: float
 ) -> Tensor:
-    """Packs [B, S, heads, width] each into a new [B, S, 3, heads, width], with q and k rotated;
-    `direction` -1 rotates back."""
+    """Pack q, k and v, [B, S, heads, width] each, into a new [B, S, 3, heads, width], with q and k
+    rotated; `direction` -1 rotates back."""
     if not (q.stride() == k.stride() == v.stride() and q.stride(-1) == 1):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     batch, length, heads, width = q.shape

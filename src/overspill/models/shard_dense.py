@@ -19,7 +19,7 @@ from overspill.parallel.sharded import as_sharded, is_sharded, part_of
 def check_shardable(
     model: nn.Module, experts: Sequence[Tensor], ranks: Ranks | None, device: torch.device
 ) -> None:
-    """Raises for what cannot be divided, before anything is changed."""
+    """Raise for models that cannot be divided, before anything is changed."""
     if ranks is None:
         raise ConfigError(
             "--shard-dense divides dense parameters among ranks, and there is one; drop it, or "
@@ -45,7 +45,7 @@ def check_shardable(
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Yield the modules that are gathered together: those of each unit, and the rest."""
+    """Yield the modules that are gathered together: the modules of each unit, and the rest."""
     inside: set[nn.Module] = set()
     for unit in units(model):
         modules = list(unit.modules())
@@ -65,7 +65,7 @@ def shard_dense(model: nn.Module, ranks: Ranks) -> None:
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=True,  # also what is outside of blocks: it may be loaded
+            reshard_after_forward=True,  # also modules outside of blocks, which may be loaded
             mp_policy=policy,
             ignored_params=experts,
         )
@@ -73,7 +73,7 @@ def shard_dense(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _divide(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Lets `load_state_dict` accept whole tensors, of which each rank takes its part."""
+    """Let `load_state_dict` accept whole tensors, of which each rank takes its part."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if value is not None and is_sharded(parameter) and not is_sharded(value):
@@ -82,8 +82,8 @@ def _divide(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: objec
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights are gathered together: the elements of each outermost ModuleList,
-    which are decoder layers. The rest is gathered with the model."""
+    """Return the modules whose weights are gathered together: the elements of each outermost
+    ModuleList, which are decoder layers. The rest is gathered with the model."""
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -98,8 +98,8 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def device_bytes(model: nn.Module, experts: Sequence[Tensor], n_ranks: int) -> int:
-    """Bytes of weights and gradients on each device: a part of all, and the whole of the modules
-    that are gathered at once: the rest, a block that computes and the next one."""
+    """Return the bytes of weights and gradients on each device: its part of all, and the whole of
+    the modules that are gathered at once: the rest, a block that computes and the next one."""
     excluded = {id(p) for p in experts}
 
     def nbytes(module: nn.Module) -> int:

@@ -24,8 +24,9 @@ _log = logging.getLogger("overspill")
 
 
 def may_share(settings: Settings, device: torch.device, ranks: Ranks) -> bool:
-    """Whether dynamic placement is wanted; the same on all ranks. With "auto" not on CPUs: they
-    upload nothing, and their cores share one memory. Raises if several nodes want it."""
+    """Return whether dynamic placement is wanted, which is the same on all ranks. "auto" means
+    no on CPUs, which upload nothing and whose cores share one memory. Raises if several nodes
+    want it."""
     if ranks.replicas is not None or ranks.stages is not None:
         why = "several nodes" if ranks.stages is None else "ranks that divide the layers"
         if settings.placement == "dynamic":
@@ -49,9 +50,9 @@ def place_shared(
     n_experts: int,
     n_ranks: int,
 ) -> tuple[Placement, str | None]:
-    """The placement, and why dynamic placement is not possible with it. That needs host memory for
-    gradients that ranks compute for each other. Where it is required, no expert moves to the GPU
-    by itself."""
+    """Return the placement, and why dynamic placement is not possible with it. Dynamic placement
+    needs host memory for gradients that ranks compute for each other. If it is required, no expert
+    moves to the GPU by itself."""
     slots = 2 * outbox_slots(n_experts, n_ranks)
     outbox = RankSizes(0, layout.weight_bytes, slots, n_ranks).total
     with_room = dataclasses.replace(request, host_memory=max(0, request.host_memory - outbox))
@@ -87,8 +88,8 @@ def share_experts(
     n_experts: int,
     device: torch.device,
 ) -> Sharing | None:
-    """Creates memory that all ranks map, if they can compute experts of each other; `why_not` says
-    why this one cannot. All ranks call it; `agree` raises if one of them has failed."""
+    """Create memory that all ranks map, if they can compute experts of each other; `why_not` says
+    why this rank cannot. All ranks call this; `agree` raises if one of them has failed."""
     agree()  # first: the others would wait here for a rank that has no placement
     forced = settings.placement == "dynamic"
     why = _why_static(ranks, why_not, device, forced)
@@ -110,7 +111,7 @@ def share_experts(
 def _why_static(
     ranks: Ranks, why_not: str | None, device: torch.device, forced: bool
 ) -> str | None:
-    """The same on all ranks."""
+    """Return why placement is static, which is the same on all ranks; None if it is dynamic."""
     gpu = None
     if device.type == "cuda":
         gpu = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
@@ -125,7 +126,7 @@ def _why_static(
 
 
 def _share(ranks: Ranks, agree: Callable[[], None], sizes: list[RankSizes]) -> list[RankMemory]:
-    """Creates the memory of this rank, and maps that of the others."""
+    """Create the memory of this rank, and map the memory of the others."""
     own = sizes[ranks.rank]
     memory = SharedMemory(own.total, populated=own.weights)
     try:
@@ -147,7 +148,7 @@ def _share(ranks: Ranks, agree: Callable[[], None], sizes: list[RankSizes]) -> l
 def _measured(
     ranks: Ranks, agree: Callable[[], None], layout: RecordLayout, device: torch.device
 ) -> PlacementCosts:
-    """Of rank 0: all must plan with the same costs."""
+    """Return the costs that rank 0 has measured: all ranks must plan with the same costs."""
     costs = measured_costs(layout, device) if ranks.rank == 0 else None
     agree()
     first: PlacementCosts = ranks.gather(costs)[0]

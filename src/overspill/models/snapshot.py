@@ -1,4 +1,4 @@
-"""A model as it was before its experts were moved."""
+"""Snapshots of models, to restore them if offloading fails."""
 
 import copy
 from typing import Any
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class ModelSnapshot:
-    """Refers to all modules, parameters and buffers of a model, without copying tensors."""
+    """References to all modules, parameters and buffers of a model, without copies of tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         # also the configs: transformers changes them with the implementation of the experts
@@ -33,7 +33,7 @@ def _is_changeable(owner: Any) -> bool:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
-    """The attributes of an object; dictionaries and sets among them as shallow copies."""
+    """Return the attributes of an object, with shallow copies of dictionaries and sets."""
     return {
         name: copy.copy(value) if isinstance(value, dict | set) else value
         for name, value in vars(owner).items()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Form, form_of
+from overspill.compute.activation import form_of
+from overspill.compute.activation_form import Form
 from overspill.compute.cpu_kernel import (
     ExpertRows,
     kernel_forward,

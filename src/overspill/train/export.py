@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.config import GPTConfig
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import INDEX, SINGLE, find_folder
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.from_gpt import (
     Piece,
@@ -29,7 +29,7 @@ from overspill.models.huggingface.merge import copy_texts
 from overspill.models.huggingface.packed.export import QuantizedFiles
 from overspill.models.huggingface.packed.quantized import check_quantization
 from overspill.models.huggingface.packed.tensor import PackedTensor
-from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.huggingface.pregate_file import FILE as PREGATES
 from overspill.models.huggingface.recipes import Recipes, Tensors
 from overspill.models.huggingface.skeleton import meta_model
 from overspill.tiers.aside import check_new, new_folder

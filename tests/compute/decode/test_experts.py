@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode import constants
 from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape
@@ -30,7 +30,7 @@ def experts() -> Any:
 
 
 def read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often an expert is read."""
+    """Set how often an expert is read: once for each token, or once for all."""
     monkeypatch.setattr(constants, "SEVERAL", 1 if how == "once for all tokens" else 100)
 
 

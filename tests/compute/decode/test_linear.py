@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from overspill.compute.activation import Function
+from overspill.compute.activation_form import Function
 from overspill.compute.decode import constants
 from tests.compute.decode.near import assert_near, needs_triton, random, rms_norm
 from tests.compute.test_grouped_triton import FP32, every_device, every_dtype

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode import constants
 from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape

@@ -57,7 +57,7 @@ def test_layer_norms_are_scaled(add_norm: Any, dtype: torch.dtype, device: str) 
 def test_rows_of_the_cpu_are_added_where_experts_were_missed_and_not_read_elsewhere(
     add_norm: Any, dtype: torch.dtype, device: str
 ) -> None:
-    from overspill.compute.decode.host import HostRows
+    from overspill.compute.decode.cpu import CpuRows
 
     residual = random(4, 20, dtype=dtype, device=device)
     parts = [random(4, 20, device=device) for _ in range(2)]
@@ -70,7 +70,7 @@ def test_rows_of_the_cpu_are_added_where_experts_were_missed_and_not_read_elsewh
         mine, expected = residual.clone(), residual.double() + added
         for part in parts[:n_parts]:
             expected += part.double()
-        host = HostRows(rows, missed, torch.ones_like(missed[:1]))
+        host = CpuRows(rows, missed, torch.ones_like(missed[:1]))
         out = add_norm(mine, parts[:n_parts], weight, 1e-6, host)
         assert_near(mine, expected, dtype)
         assert_near(out, rms_norm(mine, weight, 1e-6), dtype)

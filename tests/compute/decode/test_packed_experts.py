@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode import constants
 from overspill.compute.decode.constants import ABSENT
 from overspill.core.experts import ExpertShape

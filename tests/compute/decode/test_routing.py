@@ -39,7 +39,7 @@ def miss_buffers(
 def chosen(
     logits: Tensor, top_k: int, softmax_first: bool, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of experts with the same score the first ones."""
+    """Choose experts; of experts with the same score the first ones."""
     scores = logits.double().softmax(-1) if softmax_first else logits.double()
     weights, ids = scores.sort(stable=True, descending=True)
     weights, ids = weights[:, :top_k], ids[:, :top_k]
@@ -194,7 +194,7 @@ def test_some_missing_experts_are_found_over_the_link(routing: Any, device: str)
     real = torch.tensor([1, 1, 0], device=device)
     ids = torch.tensor([[2, 0, 5], [5, 6, 1], [4, 4, 4]], dtype=torch.int32, device=device)
     weights, buffers = torch.rand(3, 3, device=device), miss_buffers(3, 3, 8, FP32, device)
-    link = routing.Link(pinned, 12)
+    link = routing.PinnedExperts(pinned, 12)
     got = routing.look_up(ids, weights, table, real, x, buffers, link)
     # 1, 2, 5 and 6 are missing; a row that is not real needs nothing
     assert got.offsets.tolist() == [[1002, 0, 1005], [1005, 1006, ABSENT], [ABSENT] * 3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from overspill.models.huggingface.adapt import experts_paths
+from overspill.models.huggingface.find_experts import experts_paths
 from tests.models.huggingface.families import Family, make_model
 
 

@@ -152,7 +152,8 @@ def _weights(model: "PreTrainedModel") -> list[Tensor]:
 
 
 def _routing_tables(model: "PreTrainedModel") -> list[Tensor]:
-    """Which experts a token goes to by its number; all go to the first one in a new model."""
+    """Return the tables of the experts of each token; in a new model all tokens go to the first
+    expert."""
     return [table for name, table in model.named_buffers() if name.endswith("tid2eid")]
 
 

@@ -1,4 +1,4 @@
-"""What config.json and the names of files say about a checkpoint, without torch."""
+"""Checks of a checkpoint by config.json and the names of files, without torch."""
 
 import json
 from pathlib import Path

@@ -241,8 +241,8 @@ def test_the_cpu_computes_no_experts_in_passes_with_dropout(tmp_path: Path) -> N
 def products_of_rank(
     mesh: DeviceMesh, placement: str
 ) -> tuple[list[float], list[float], list[float]]:
-    """For each MoE layer: the sum of y * dy over the tokens of this rank, and the sums of each
-    weight times its gradient over the experts of this rank, for either matrix."""
+    """Return for each MoE layer the sum of y * dy over the tokens of this rank, and the sums of
+    each weight times its gradient over the experts of this rank, for either matrix."""
     model = with_dropout("switch_transformers")
     experts = [m for m in model.modules() if type(m).__name__ == "SwitchTransformersExperts"]
     own: dict[str, Any] = {"mode": "host", "slots": 2, "quiet": True, "mesh": mesh}

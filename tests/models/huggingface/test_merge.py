@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError, DiskError
 from overspill.models.huggingface import merge as merging
-from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.huggingface.pregate_file import FILE as PREGATES
 from overspill.models.pregate import pregate_level
 from tests.models.huggingface.adapters import Adapted, make_adapter, merged_by_peft
 from tests.models.huggingface.families import FAMILIES, Family, different_cases, make_model

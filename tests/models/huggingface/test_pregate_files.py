@@ -14,7 +14,7 @@ from torch import Tensor
 
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.pregates import FILE, gate_tensors
+from overspill.models.huggingface.pregate_file import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
 from tests.models.huggingface.families import make_batch, make_model
 from tests.models.huggingface.oracle import budgets
@@ -102,7 +102,7 @@ def test_another_data_type(saved: Path, tmp_path: Path) -> None:
 def test_routers_that_are_trained_in_float32_are_loaded_with_the_same_bits(
     name: str, tmp_path: Path
 ) -> None:
-    """Those of Switch and NLLB convert themselves in a model in bf16."""
+    """Routers of Switch and NLLB convert themselves in a model in bf16."""
     family = DEEP_BY_NAME[name]
     make_model(family).save_pretrained(tmp_path / "plain")
     given = budgets("host", tmp_path) | {"dtype": "bfloat16"}

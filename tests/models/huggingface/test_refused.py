@@ -1,4 +1,5 @@
-"""What cannot be run as it is meant is refused by name: nothing is run dense in silence."""
+"""Models that cannot run with offloaded experts are refused by name: nothing is run dense in
+silence."""
 
 from pathlib import Path
 from typing import Any

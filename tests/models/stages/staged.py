@@ -47,13 +47,13 @@ def freeze(model: Any, what: str) -> None:
 
 @dataclass
 class Trained:
-    """What some steps have given."""
+    """Results of some steps."""
 
     losses: list[list[float]] = field(default_factory=list)
-    """Of each micro-batch, by step."""
+    """Losses of each micro-batch, by step."""
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    """Of the first step; those of experts are clipped."""
+    """Gradients of the first step; gradients of experts are clipped."""
 
 
 def train_plain(model: Any, steps: Sequence[Sequence[Batch]], clip: float | None = None) -> Trained:

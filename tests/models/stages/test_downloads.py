@@ -1,4 +1,4 @@
-"""How often gradients leave the device: sums over the micro-batches of a stage wait there."""
+"""Numbers of downloads of gradients: sums over the micro-batches of a stage stay on the device."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How often experts are uploaded, and what waits in host memory."""
+"""Numbers of uploads of experts, and tensors that wait in host memory."""
 
 import copy
 import logging
@@ -29,7 +29,7 @@ def mixtral() -> Any:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Those of Overspill so far."""
+    """Return a function that returns the warnings of Overspill so far."""
 
     def found() -> list[str]:
         own = [each for each in caplog.records if each.name == "overspill"]
@@ -52,7 +52,7 @@ def with_slots(model: Any, slots: int) -> Iterator[Any]:
 def uploads_of_step(
     model: Any, stages: overspill.Stages | None, clip: float | None, batches: list[Batch]
 ) -> Counter[str]:
-    """How often each expert is uploaded in a step, when others went before it."""
+    """Return how often each expert is uploaded in a step after other steps."""
     optimizer, recorder = overspill.AdamW(model, max_grad_norm=clip, **ADAM), None
     for _ in range(2):
         if recorder is not None:

@@ -1,4 +1,5 @@
-"""What users do before, between and during steps in stages: it works, or is refused by name."""
+"""Actions of users before, between and during steps in stages: they work, or are refused by
+name."""
 
 import copy
 import gc
@@ -46,7 +47,7 @@ class Bench:
         self.stages.backward(BATCHES, self.optimizer, loss)
 
     def assert_next_step_follows(self) -> None:
-        """From the weights that the model has now, the gradients of a step are the plain ones."""
+        """Check that the gradients of a step from the current weights equal the plain ones."""
         start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.plain.load_state_dict(start)
         run = train_staged(self.stages, self.model, self.optimizer, [BATCHES])

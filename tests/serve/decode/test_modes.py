@@ -116,19 +116,19 @@ class Ahead:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied = 0
-        self.announced = 0
-        migrate, announce = migration.migrate, cpu_experts.announce
+        self.hinted = 0
+        migrate, hint = migration.migrate, cpu_experts.hint
 
         def copies(region: Region, *args: Any) -> None:
             migrate(region, *args)
             self.copied += int((region.list_N >= 0).sum())
 
-        def announces(*args: Any) -> None:
-            announce(*args)
-            self.announced += 1
+        def hints(*args: Any) -> None:
+            hint(*args)
+            self.hinted += 1
 
         monkeypatch.setattr(migration, "migrate", copies)
-        monkeypatch.setattr(cpu_experts, "announce", announces)
+        monkeypatch.setattr(cpu_experts, "hint", hints)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_copy_copies_what_pre_gates_name(
     with served(plain, mode, tmp_path, small(PROMPTS[:1]), migrate="copy") as made:
         made.two_steps()
         assert made.runner.stats()["experts_on_cpu"] == 0
-    assert (ahead.copied > 0, ahead.announced) == (True, 0)
+    assert (ahead.copied > 0, ahead.hinted) == (True, 0)
     assert steps == [1, 1]
 
 
@@ -169,7 +169,7 @@ def test_cpu_loads_and_computes_what_a_mode_names(
     with served(plain, mode, tmp_path, small(PROMPTS[:1]), migrate="cpu") as made:
         made.two_steps()
         assert made.runner.stats()["experts_on_cpu"] > 0
-    assert (ahead.copied, ahead.announced > 0) == (0, named)
+    assert (ahead.copied, ahead.hinted > 0) == (0, named)
     assert steps == [1, 1]
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import overspill
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.pregates import FILE, gate_tensors
+from overspill.models.huggingface.pregate_file import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
 from overspill.train.batch_order import BatchOrder
 from overspill.train.finetune.config import FinetuneConfig, PregateConfig

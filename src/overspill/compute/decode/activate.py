@@ -2,12 +2,12 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The activations of experts, in a kernel."""
+"""Activations of experts inside kernels."""
 
 import triton
 import triton.language as tl
 
-from overspill.compute.activation import Function
+from overspill.compute.activation_form import Function
 from overspill.compute.activation_triton import value_of
 
 CLAMPED = tl.constexpr(int(Function.CLAMPED))
@@ -15,7 +15,7 @@ CLAMPED = tl.constexpr(int(Function.CLAMPED))
 
 @triton.jit
 def activate(g, u, kind: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr):
-    """Of what was rounded to `kind`, and rounded to it."""
+    """Return the activation of values that were rounded to `kind`, also rounded to it."""
     g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
     if FUNCTION == CLAMPED:
         g = tl.minimum(g, 7.0)

@@ -54,7 +54,7 @@ def _rotate_kernel(
     batch, head = tl.program_id(0), tl.program_id(1)
     lanes = tl.arange(0, LANES)
     own, turned = lanes < HALF, lanes < TURNED
-    # two numbers of a head for each lane: those that turn together, then the others
+    # two numbers of a head for each lane: first the pairs that are rotated, then the others
     one = tl.where(turned, lanes, TURNED + lanes)
     two = tl.where(turned, TURNED + lanes, HALF + lanes)
     after(EARLY)
@@ -103,12 +103,12 @@ def attend(
     bias_hn: Tensor | None = None,
     gated_row: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one token of each sequence to those up to its position, [B, h * d]; values may
-    have another width than keys. `bias` is for keys 0, 1, ... tokens before; those farther away
-    have the last one. It may differ by sequence, [B, h, n]. A long sequence is divided over several
-    programs, whose results are combined. Queries are [B, h, d], or packed rows [B, (h + 2k) d] with
-    keys and values, which are stored first. Outputs are gated by the sigmoid of the gates in
-    `gated_row`, packed rows as in `rotate_and_store`."""
+    """Return the attention of one token of each sequence to the tokens up to its position, [B, h *
+    d]; values may have another width than keys. `bias` is for keys 0, 1, ... tokens before; keys
+    farther away have the last bias. It may differ by sequence, [B, h, n]. A long sequence is
+    divided over several programs, whose results are combined. Queries are [B, h, d], or packed rows
+    [B, (h + 2k) d] with keys and values, which are stored first. Outputs are gated by the sigmoid
+    of the gates in `gated_row`, packed rows as in `rotate_and_store`."""
     keys, values = cache
     batch, width = len(q), keys.shape[2]
     kv_heads, out_width = values.shape[1:]

@@ -3,7 +3,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
 """Linear attention of one token of each sequence: a short convolution, the gated delta rule, and a
-gated norm. States are changed where they are.
+gated norm. States are changed in place.
 
 A row of projections has queries, keys, values and gates of the output, and two numbers for each
 head of values: how much of the state remains, and how much of the value is written. Several heads
@@ -24,13 +24,13 @@ class Place(NamedTuple):
     """Columns of a packed row."""
 
     first: int
-    """Of the first head of keys."""
+    """Column of the first head of keys."""
     step: int
-    """From one head of keys to the next."""
+    """Columns from one head of keys to the next."""
 
 
 class DeltaShape(NamedTuple):
-    """Heads and their widths, and where their parts are in a packed row."""
+    """Numbers of heads, their widths, and the columns of their parts in a packed row."""
 
     key_heads: int
     value_heads: int
@@ -45,15 +45,15 @@ class DeltaShape(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
 
 def convolve(
     row_BJ: Tensor, weight_CK: Tensor, states: Tensor, slots_B: Tensor, shape: DeltaShape
 ) -> Tensor:
-    """Queries, keys and values [B, C] in float32, after a convolution over the last K tokens and
-    SiLU; queries are scaled and keys have length 1. `states` are the inputs of these tokens,
+    """Return queries, keys and values [B, C] in float32 after a convolution over the last K tokens
+    and SiLU; queries are scaled and keys have length 1. `states` are the inputs of the last tokens,
     [slots, C, K]."""
     batch, (columns, taps) = len(row_BJ), weight_CK.shape
     out = torch.empty(batch, columns, dtype=torch.float32, device=row_BJ.device)
@@ -117,9 +117,9 @@ def delta_rule(
     norm: tuple[Tensor, float],
     shape: DeltaShape,
 ) -> Tensor:
-    """The outputs of all heads [B, h * v] after their norm, gated by the packed row. `qkv` are
-    those of `convolve`, `states` [slots, h, k, v] in float32; `rates` are the logarithm and the
-    bias of the decay of each head."""
+    """Return the outputs of all heads [B, h * v] after their norm, gated by the packed row. `qkv`
+    is the result of `convolve`, `states` [slots, h, k, v] in float32; `rates` are the logarithm and
+    the bias of the decay of each head."""
     batch, device = len(row_BJ), row_BJ.device
     heads, width = shape.value_heads, shape.value_width
     out = torch.empty(batch, heads * width, dtype=row_BJ.dtype, device=device)

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The experts of several tokens: an expert is read once for all tokens that use it.
+"""Experts of several tokens: an expert is read once for all tokens that use it.
 
 Pairs of a token and an expert are divided into groups with the same expert. A program computes a
 part of one group, and the first pair of a group stands for it.
@@ -13,18 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import (
-    Planes,
-    exact_scales,
-    high_of_words,
-    lacking_factor,
-    weight_of_word,
-    words_of_units,
-    zeros_of_words,
-)
+from overspill.compute.codes_triton import Planes, exact_scales
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
+from overspill.compute.decode.cpu import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, power
 from overspill.compute.decode.low_rank import (
     LowRankPart,
@@ -33,10 +25,17 @@ from overspill.compute.decode.low_rank import (
     shrink,
 )
 from overspill.compute.decode.packing import PackedRecords, at_record
+from overspill.compute.decode.words import (
+    high_of_words,
+    lacking_factor,
+    weight_of_word,
+    words_of_units,
+    zeros_of_words,
+)
 from overspill.compute.grouped_triton import WIDEN
 
 _TOKENS = 16
-"""Pairs of a group: the fewest that a product of tensor cores has."""
+"""Largest number of pairs of a group: the fewest columns that a product on tensor cores has."""
 
 
 def experts_of_several(
@@ -52,7 +51,8 @@ def experts_of_several(
     low_in: LowRankPart,
     low: LowRankRecords,
 ) -> Tensor:
-    """An expert of several tokens is read once: the program of its first token computes all."""
+    """Compute the experts of several tokens. Each is read once: the program of its first token
+    computes all of them."""
     (batch, width), (_, d_hidden, _, top_k) = x_BD.shape, sizes
     pairs, device = batch * top_k, x_BD.device
     groups = torch.empty(pairs, 1 + _TOKENS, dtype=torch.int32, device=device)
@@ -90,8 +90,8 @@ def _divide_kernel(
     offsets, groups, ready, done, missed, n_rows, n_pairs, PAIRS: tl.constexpr,
     TOKENS: tl.constexpr, REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes for each pair how many pairs its group has, if it is the first one, or 0; and itself
-    to the place in its group."""
+    """Writes for each pair the number of pairs of its group if it is the first of them, or 0; and
+    the number of the pair to its place in the group."""
     pair = tl.program_id(0)
     after(EARLY)
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
@@ -99,7 +99,7 @@ def _divide_kernel(
     offset = tl.load(offsets + pair)
     same = tl.load(offsets + pairs, mask=pairs < n_pairs, other=-(1 << 62)) == offset
     same = same & (offset != -(1 << 62))
-    numbers = tl.cumsum(same.to(tl.int32), 0)  # from 1 on, of those with the same expert
+    numbers = tl.cumsum(same.to(tl.int32), 0)  # from 1 on, among pairs with the same expert
     number = tl.sum(tl.where(pairs == pair, numbers, 0), 0) - 1
     begin = number // TOKENS * TOKENS
     first = tl.max(tl.where(same & (numbers == begin + 1), pairs, 0), 0)
@@ -245,8 +245,8 @@ def _packed_products(
     UP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Products of rows of packed matrices with several tokens. Weights are rounded to the type of
-    the inputs as unpacked ones."""
+    """Return the products of rows of packed matrices with several tokens. Weights are rounded to
+    the type of the inputs, like unpacked weights."""
     each: tl.constexpr = 32 // GATE.bits
     words: tl.constexpr = GATE.columns // each
     KIND: tl.constexpr = tl.float32 if WIDEN else tokens.dtype.element_ty
@@ -274,8 +274,8 @@ def _weights(
     codes, scales, zeros, factors, rows, there, start, MATRIX: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The weights of some rows, and of int32 from `start` on, in the order of columns and without
-    `lacking_factor`."""
+    """Return the weights of some rows, and of int32 from `start` on, in the order of columns and
+    without `lacking_factor`."""
     each: tl.constexpr = 32 // MATRIX.bits
     count: tl.constexpr = MATRIX.columns // each
     UNITS: tl.constexpr = COLUMNS // each // MATRIX.unit

@@ -2,18 +2,18 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The experts of each token: a program reads a part of one expert for one token."""
+"""Experts of each token: a program reads a part of one expert for one token."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
+from overspill.compute.decode.cpu import MissRequest, request_arguments, send_request
 from overspill.compute.decode.expert_groups import experts_of_several
-from overspill.compute.decode.host import Request, request_arguments, send_request
 from overspill.compute.decode.launch import after, early, let_next_begin, power, wait
 from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink, sum_expanded
 from overspill.compute.decode.packed_experts import packed_experts
@@ -29,14 +29,14 @@ def experts(
     activation: Form,
     bias: bool,
     transposed: bool,
-    request: Request | None = None,
+    request: MissRequest | None = None,
     packed: PackedRecords | None = None,
     low: LowRankRecords | None = None,
 ) -> Tensor:
-    """The weighted sum over the experts of each token that are on the device, [B, D], float32. The
-    record of an expert begins at `base` plus its offset, in elements of `base`, which are bytes if
-    records are `packed`; `low` are the low-rank parts in records. `request` is sent to the CPU
-    first."""
+    """Return the weighted sum over the experts of each token that are on the device, [B, D],
+    float32. The record of an expert begins at `base` plus its offset, in elements of `base`, which
+    are bytes if records are `packed`; `low` are the low-rank parts in records. `request` is sent to
+    the CPU first."""
     batch, width = x_BD.shape
     top_k = offsets_BK.shape[1]
     hidden = torch.empty(batch * top_k, d_hidden, dtype=x_BD.dtype, device=x_BD.device)

@@ -14,21 +14,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def power(n: int) -> int:
-    """The smallest power of 2 that is not below `n`."""
+    """Return the smallest power of 2 that is not below `n`."""
     return int(triton.next_power_of_2(n))
 
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that does not wait for the kernel before it."""
+    """Return the options of a launch that does not wait for the kernel before it."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
 @triton.jit
 def after(EARLY: tl.constexpr):
-    """What kernels before this one have written may be read from here on: before it, only what no
-    kernel writes. The next kernel may begin: it waits here for this one."""
+    """Waits for the kernels before this one, and lets the next kernel begin, which waits for this
+    one at the same call. Only memory that no kernel writes may be read before this call."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -36,15 +36,15 @@ def after(EARLY: tl.constexpr):
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """What kernels before this one have written may be read from here on. If the kernel before this
-    one waits before it lets this one begin, what those before it have written may be read at once.
-    """
+    """Waits for the kernels before this one, whose results may be read from here on. If the kernel
+    before this one waits before it lets this one begin, results of still earlier kernels may be
+    read at once."""
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """The next kernel may begin: it waits for this one."""
+    """Lets the next kernel begin, which waits for this one."""
     if EARLY:
         gdc_launch_dependents()

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""Products of very few rows with a dense matrix, with what comes before and after them."""
+"""Products of very few rows with a dense matrix, with the operations before and after them."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.activation import Function
+from overspill.compute.activation_form import Function
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import activate
 from overspill.compute.decode.launch import after, early, power
 
 _GATES = 1024
-"""Gates of a program."""
+"""Number of gates that a program computes."""
 
 
 class RowNorm(NamedTuple):
@@ -29,7 +29,7 @@ class RowNorm(NamedTuple):
 
 
 def reads_rows_whole(w_NK: Tensor) -> bool:
-    """Whether a program of `linear` has a whole row of x at once, which a norm needs."""
+    """Return whether a program of `linear` has a whole row of x at once, which a norm needs."""
     return w_NK.shape[1] <= _tile_of(w_NK.shape[0]).block
 
 
@@ -47,9 +47,9 @@ def linear(
     norm: RowNorm | None = None,
     into_BN: Tensor | None = None,
 ) -> Tensor:
-    """A function of x @ w^T + bias, for very few rows. With `gate`, x is `gate_rows` of what is
-    given. A norm, which needs whole rows, is applied to x first. Adds the result to `into`, in
-    place, if that is given."""
+    """Return a function of x @ w^T + bias, for very few rows. With `gate`, x is replaced by
+    `gate_rows` of it. A norm, which needs whole rows, is applied to x first. Adds the result to
+    `into` in place, if given."""
     (n, width), n_rows = w_NK.shape, len(x_BK)
     out = into_BN
     if out is None:
@@ -120,8 +120,9 @@ def _linear_kernel(
 
 
 def gate_rows(x_BJ: Tensor, width: int, function: Function) -> Tensor:
-    """That function of the gates in packed rows, times their up values and the sigmoid of a number:
-    `width` gates, as many up values, the number and what nobody reads."""
+    """Return `function` of the gates in packed rows times their up values and the sigmoid of a
+    number. A packed row has `width` gates, as many up values, the number, and numbers that are not
+    read."""
     out = torch.empty(len(x_BJ), width, dtype=x_BJ.dtype, device=x_BJ.device)
     block = min(_GATES, power(width))
     _gate_kernel[(triton.cdiv(width, block), len(x_BJ))](

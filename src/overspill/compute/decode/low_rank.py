@@ -6,7 +6,7 @@
 
 A kernel of its own computes A @ x of each pair of a token and an expert; the kernels that multiply
 the weights multiply B, which is short, and add it to their sums. It waits for the kernel before it,
-so those of one token begin at once, and wait for it where they multiply B.
+so the kernels of one token begin at once, and wait for it where they multiply B.
 """
 
 from typing import NamedTuple
@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import Matrix, input_factors
-from overspill.compute.decode.host import RequestArguments, send_request
+from overspill.compute.codes_triton import Matrix
+from overspill.compute.decode.cpu import RequestArguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
 from overspill.compute.decode.packing import at_record, by_places
+from overspill.compute.decode.words import input_factors
 from overspill.tiers.layout import LowRankPlanes, RecordLayout
 
 _BLOCK = 2048
 _RANKS = tl.constexpr(16)
-"""Ranks that a product with several tokens sums at once: the fewest that `tl.dot` has."""
+"""Number of ranks that a product with several tokens sums at once: the fewest that `tl.dot` has."""
 
 
-class Factors(NamedTuple):
+class LowRankMatrices(NamedTuple):
     """The low-rank matrices of one matrix in a record, as a constant of kernels."""
 
     a: int
@@ -37,15 +38,15 @@ class Factors(NamedTuple):
     lanes: int
     """Power of 2 that is not below the rank."""
     in_bytes: bool
-    """Whether the offsets of records count bytes, and not elements of these matrices."""
+    """Whether the offsets of records count bytes instead of elements of these matrices."""
 
 
 class LowRankRecords(NamedTuple):
     """The low-rank parts of w_in and w_out in records, and their memory in the dtype of both."""
 
     memory: Tensor
-    w_in: Factors | None
-    w_out: Factors | None
+    w_in: LowRankMatrices | None
+    w_out: LowRankMatrices | None
 
 
 class LowRankPart(NamedTuple):
@@ -53,11 +54,12 @@ class LowRankPart(NamedTuple):
 
     memory: Tensor
     shrunk: Tensor
-    factors: Factors | None
+    factors: LowRankMatrices | None
 
 
 def low_rank_records(layout: RecordLayout, base: Tensor) -> LowRankRecords | None:
-    """Records are found relative to `base`; None if they have no low-rank parts."""
+    """Return the low-rank parts of records, which are found relative to `base`; None if there are
+    none."""
     if not any(layout.ranks):
         return None
     packed = layout.format is not None
@@ -66,25 +68,27 @@ def low_rank_records(layout: RecordLayout, base: Tensor) -> LowRankRecords | Non
     )
 
 
-def _factors(planes: LowRankPlanes | None, packed: bool) -> Factors | None:
+def _factors(planes: LowRankPlanes | None, packed: bool) -> LowRankMatrices | None:
     if planes is None:
         return None
-    return Factors(planes.a, planes.b, planes.rank, planes.padded, power(planes.rank), packed)
+    return LowRankMatrices(
+        planes.a, planes.b, planes.rank, planes.padded, power(planes.rank), packed
+    )
 
 
 def shrink(
     x_ND: Tensor,
     memory: Tensor,
-    factors: Factors | None,
+    factors: LowRankMatrices | None,
     offsets_BK: Tensor,
     flags: RequestArguments,
     matrix: Matrix | None = None,
     scaled: bool = False,
 ) -> LowRankPart:
-    """A @ x of the experts of each token that are on the device; `x_ND` has a row for each token,
-    or for each pair. `flags` send a request to the CPU first; without `factors` nothing is
-    launched. With `matrix` the inputs are ordered for it, `by_places`; `scaled`: and are times its
-    `input_factors`."""
+    """Return A @ x of the experts of each token that are on the device; `x_ND` has a row for each
+    token, or for each pair. `flags` send a request to the CPU first; without `factors` nothing is
+    launched. With `matrix` the inputs are in its order, `by_places`; with `scaled` they are
+    multiplied by its `input_factors`."""
     if factors is None:
         return LowRankPart(memory, memory, None)
     pairs, width = offsets_BK.numel(), x_ND.shape[1]
@@ -104,7 +108,7 @@ def _shrink_kernel(
 ):  # fmt: skip
     row, pair = tl.program_id(0), tl.program_id(1)
     wait(EARLY)
-    let_next_begin(EARLY)  # it may read what kernels before this one have written
+    let_next_begin(EARLY)  # it may read results of kernels before this one
     send_request(ready, done, missed, n_rows, REQUEST, ON_GPU)
     offset = tl.load(offsets + pair)
     if offset == -(1 << 62):
@@ -126,7 +130,7 @@ def _shrink_kernel(
 
 @triton.jit
 def low_rank_of(low, offset, LOW: tl.constexpr):
-    """The record at this offset."""
+    """Return the low-rank matrices of the record at this offset."""
     if LOW.in_bytes:
         return at_record(low, offset)
     return low + tl.multiple_of(offset, 16)
@@ -134,7 +138,7 @@ def low_rank_of(low, offset, LOW: tl.constexpr):
 
 @triton.jit
 def expand(low, offset, shrunk, rows, there, LOW: tl.constexpr):
-    """Terms of rows of B @ (A @ x) of one pair, whose A @ x is at `shrunk`: of each rank."""
+    """Return the terms of rows of B @ (A @ x) of one pair for each rank; A @ x is at `shrunk`."""
     ranks = tl.arange(0, LOW.lanes)
     inside = ranks < LOW.rank
     at = low_rank_of(low, offset, LOW) + LOW.b + rows[:, None] * LOW.padded + ranks[None, :]
@@ -148,8 +152,8 @@ def sum_expanded(
     low, offsets, weights, shrunk, first, rows, there, TOP_K: tl.constexpr, ROWS: tl.constexpr,
     LOW: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the weighted sum of B @ (A @ x) over the experts of a token, whose pairs are those
-    from `first` on."""
+    """Return rows of the weighted sum of B @ (A @ x) over the experts of a token, whose pairs begin
+    at `first`."""
     LANES: tl.constexpr = LOW.lanes
     terms = tl.zeros((ROWS, LANES), tl.float32)
     for k in tl.static_range(TOP_K):

@@ -15,7 +15,8 @@ from overspill.compute.decode.launch import power
 from overspill.compute.decode.routing import needed_experts
 
 _PROGRAMS, _BLOCK, _WARPS = 16, 2048, 8
-"""Of the kernel that copies: so many use the whole link of an H200, with few of its cores."""
+"""Launch of the kernel that copies: it uses the whole PCIe bandwidth of an H200 with few of its
+cores."""
 
 
 class Region(NamedTuple):
@@ -23,11 +24,12 @@ class Region(NamedTuple):
 
     slots_ND: Tensor  # records, padded to whole numbers of 16 bytes
     table_E: Tensor  # int64: where experts are, relative to the base of tables
-    list_N: Tensor  # int32: those that are copied, -1 behind the last one
+    list_N: Tensor  # int32: experts that are copied, -1 behind the last one
 
 
 def new_region(n_slots: int, n_experts: int, numel: int, like: Tensor) -> Region:
-    """For `n_slots` records of `numel` elements, as those of `like`."""
+    """Allocate a region for `n_slots` records of `numel` elements, with the device and dtype of
+    `like`."""
     whole = 16 // like.element_size()
     slots = like.new_empty(n_slots, -(-numel // whole) * whole)
     table = torch.empty(n_experts, dtype=torch.int64, device=like.device)
@@ -42,8 +44,8 @@ def migrate(
     pinned_E: Tensor,
     base: Tensor,
 ) -> None:
-    """Copies those experts of the tokens that `table_E` does not have from where they are in pinned
-    memory, and writes where they are then."""
+    """Copies the experts of the tokens that `table_E` does not have from pinned memory, and writes
+    their new offsets."""
     (batch, top_k), n_experts = ids_BK.shape, len(table_E)
     n_slots, width = region.slots_ND.shape
     assert n_slots >= min(n_experts, batch * top_k)

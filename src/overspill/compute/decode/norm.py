@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.decode.host import HostRows, await_host
+from overspill.compute.decode.cpu import CpuRows, await_cpu
 from overspill.compute.decode.launch import after, early, power
 
 
@@ -18,13 +18,13 @@ def add_norm(
     parts: list[Tensor],
     weight_D: Tensor,
     eps: float,
-    host: HostRows | None = None,
+    host: CpuRows | None = None,
     bias_D: Tensor | None = None,
     scale: float = 1.0,
     shift: float = 0.0,
 ) -> Tensor:
     """Adds up to two parts [B, D] and the rows of the CPU to the residual, in place; returns its
-    RMS norm, or its layer norm if that has a bias, multiplied by `scale`. `shift` is added to the
+    RMS norm, or with a bias its layer norm, multiplied by `scale`. `shift` is added to the
     weight."""
     n_rows, width = residual_BD.shape
     out = torch.empty_like(residual_BD)
@@ -60,7 +60,7 @@ def _add_norm_kernel(
         if HOST > 0:
             count = tl.load(missed + row)
             if HOST == 1:
-                await_host(done, count, ON_GPU)
+                await_cpu(done, count, ON_GPU)
             own = inside & (count > 0)
             total += tl.load(host + at, mask=own, other=0.0)
         x = (x.to(tl.float32) + total).to(residual.dtype.element_ty)

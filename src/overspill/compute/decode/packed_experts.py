@@ -2,11 +2,11 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""The packed experts of a few tokens: a program reads some rows of one expert for one token.
+"""Packed experts of a few tokens: a program reads some rows of one expert for one token.
 
-A thread decodes a unit, neighbouring int32 of a row with one scale. The inputs are stored by places
-of codes in int32 first, in float32 and times what codes need: threads then load them as the codes,
-16 bytes at once, and they cost one operation a weight.
+A thread decodes a unit, neighbouring int32 of a row with one scale. The inputs are first stored in
+the order of the places of codes in int32, as float32 and multiplied by the factors that codes need:
+threads then load them like the codes, 16 bytes at once, and they cost one operation per weight.
 """
 
 import torch
@@ -14,18 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.codes_triton import (
-    high_of_words,
-    input_factors,
-    load_factor,
-    sum_units,
-    term_of_word,
-    words_of_units,
-    zero_term,
-)
+from overspill.compute.codes_triton import load_factor
 from overspill.compute.decode import constants
 from overspill.compute.decode.activate import CLAMPED, activate
-from overspill.compute.decode.host import RequestArguments, request_arguments, send_request
+from overspill.compute.decode.cpu import RequestArguments, request_arguments, send_request
 from overspill.compute.decode.launch import early, let_next_begin, power, wait
 from overspill.compute.decode.low_rank import LowRankRecords, expand, shrink, sum_expanded
 from overspill.compute.decode.packing import (
@@ -35,6 +27,14 @@ from overspill.compute.decode.packing import (
     load_units,
     unit_scales,
     unit_zeros,
+)
+from overspill.compute.decode.words import (
+    high_of_words,
+    input_factors,
+    sum_units,
+    term_of_word,
+    words_of_units,
+    zero_term,
 )
 
 
@@ -48,7 +48,8 @@ def packed_experts(
     packed: PackedRecords,
     low: LowRankRecords,
 ) -> Tensor:
-    """`kind` is the function, and whether experts are gated and have biases."""
+    """Compute `experts` for packed records. `kind` is the function, and whether experts are gated
+    and have biases."""
     (batch, width), top_k, device = x_BD.shape, offsets_BK.shape[1], x_BD.device
     packing, w_in, w_out, biases = packed
     inputs = torch.empty(batch, width, dtype=torch.float32, device=device)
@@ -84,7 +85,7 @@ def _arrange_kernel(
     x, out, ready, done, missed, n_rows, width, MATRIX: tl.constexpr, BLOCK: tl.constexpr,
     REQUEST: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes inputs by places."""
+    """Writes inputs in the order of places."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1) * width
     wait(EARLY)
@@ -140,7 +141,7 @@ def _gates_and_up(
     UP: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Products of some rows of gate and up matrices with a token."""
+    """Return the products of some rows of gate and up matrices with a token."""
     words: tl.constexpr = GATE.columns * GATE.bits // 32
     UNIT: tl.constexpr = GATE.unit
     UNITS: tl.constexpr = BLOCK // UNIT
@@ -238,8 +239,8 @@ def _weighted_sum(
     TOP_K: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the weighted sum over the experts of a token. Units are those of all experts,
-    one after another."""
+    """Writes some rows of the weighted sum over the experts of a token. Units are numbered through
+    all experts, one after another."""
     words: tl.constexpr = OUT.columns * OUT.bits // 32
     UNIT: tl.constexpr = OUT.unit
     UNITS: tl.constexpr = BLOCK // UNIT
@@ -290,7 +291,8 @@ def _weighted_sum(
 
 @triton.jit
 def _experts_of(offsets, weights, first, k, TOP_K: tl.constexpr):
-    """Where the experts of some units are, whether they are on the device, and their shares."""
+    """Return the offsets of the experts of some units, whether these are on the device, and their
+    shares."""
     offset = tl.load(offsets + first + k, mask=k < TOP_K, other=-(1 << 62))
     inside = offset != -(1 << 62)
     return offset, inside, tl.load(weights + first + k, mask=inside, other=0.0)

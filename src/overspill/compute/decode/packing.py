@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.codes_triton import (
     Matrix,
     Planes,
@@ -21,10 +21,10 @@ from overspill.compute.codes_triton import (
     planes_of,
     scale_of,
     stored_scales,
-    words_of_units,
-    zeros_of_words,
 )
-from overspill.compute.record_format import CODES, Piece, RecordFormat
+from overspill.compute.decode.words import words_of_units, zeros_of_words
+from overspill.compute.record_format import RecordFormat
+from overspill.compute.record_piece import CODES, Piece
 
 
 class Packing(NamedTuple):
@@ -37,7 +37,7 @@ class Packing(NamedTuple):
     up: int
     out: Matrix
     b_in: int
-    """First elements of the biases."""
+    """Position of the first element of the biases."""
     b_out: int
 
 
@@ -51,7 +51,7 @@ class PackedRecords(NamedTuple):
 
 
 def why_not_packed(format: RecordFormat, form: Form) -> str | None:
-    """Why the kernels cannot read such records; None if they can."""
+    """Return why the kernels cannot read such records; None if they can."""
     by_tensor = [[p for p in format.pieces if p.tensor == n] for n in range(4)]
     w_in, w_out, *biases = by_tensor
     if len(w_in) > (2 if form.gated and form.function is not Function.CLAMPED else 1):
@@ -77,7 +77,8 @@ def _types(piece: Piece) -> object:
 
 
 def packed_records(format: RecordFormat, form: Form, base: Tensor) -> PackedRecords:
-    """`base` are bytes relative to which records are found."""
+    """Return the packing of records and the views of the bytes `base`, relative to which records
+    are found."""
     assert why_not_packed(format, form) is None
     pieces = {n: [p for p in format.pieces if p.tensor == n] for n in range(4)}
     w_in, w_out = pieces[0], pieces[1][0]
@@ -98,23 +99,23 @@ def packed_records(format: RecordFormat, form: Form, base: Tensor) -> PackedReco
 
 @triton.jit
 def at_record(plane, offset):
-    """A plane of the record that begins so many bytes behind the base."""
+    """Return a plane of the record that begins `offset` bytes behind the base."""
     size: tl.constexpr = plane.dtype.element_ty.primitive_bitwidth // 8
     return plane + tl.multiple_of(offset // size, 16)
 
 
 @triton.jit
 def by_places(column, MATRIX: tl.constexpr):
-    """Where an input of a matrix is in the order of places: first all inputs of the first codes of
-    each int32, which are then neighbours."""
+    """Return the position of an input of a matrix in the order of places: first come all inputs of
+    the first codes of each int32, which are then neighbours."""
     each: tl.constexpr = 32 // MATRIX.bits
     return column % each * (MATRIX.columns // each) + column // each
 
 
 @triton.jit
 def load_units(codes, scales, offset, row, unit, there, inside, MATRIX: tl.constexpr):
-    """The codes [rows, units, unit] of some units, each of a record of its own, an int32 of their
-    high bits [rows, units], if there are any, and the stored scales [rows, units]."""
+    """Return the codes [rows, units, unit] of some units, each of a record of its own, an int32 of
+    their high bits [rows, units], if there are any, and the stored scales [rows, units]."""
     words: tl.constexpr = MATRIX.columns * MATRIX.bits // 32
     word = words_of_units(unit, MATRIX)
     mask = there[:, None] & inside[None, :]
@@ -134,7 +135,7 @@ def load_units(codes, scales, offset, row, unit, there, inside, MATRIX: tl.const
 
 @triton.jit
 def unit_scales(stored, factors, offset, row, unit, there, inside, MATRIX: tl.constexpr):
-    """The scales of some units, without the factor of all scales."""
+    """Return the scales of some units, without the factor of all scales."""
     scale = scale_of(stored, MATRIX)
     if MATRIX.n_factors > 0:
         group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
@@ -145,7 +146,7 @@ def unit_scales(stored, factors, offset, row, unit, there, inside, MATRIX: tl.co
 
 @triton.jit
 def unit_zeros(zeros, factors, offset, row, unit, there, inside, MATRIX: tl.constexpr):
-    """The codes that stand for zero in some units, or their minimums."""
+    """Return the codes that stand for zero in some units, or their minimums."""
     group = (unit * (MATRIX.unit * 32 // MATRIX.bits) // MATRIX.group)[None, :]
     mask = there[:, None] & inside[None, :]
     own, of_groups = at_record(zeros, offset)[None, :], at_record(factors, offset)[None, :]

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""Chooses the experts of each token and finds out where they are."""
+"""Chooses the experts of each token and looks up their places."""
 
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ from overspill.compute.decode.launch import after, early, power
 from overspill.compute.misses import MissBuffers
 
 
-class Link(NamedTuple):
-    """Experts in pinned memory that the GPU reads over the link while the CPU computes the other
-    ones that are missing."""
+class PinnedExperts(NamedTuple):
+    """Experts in pinned memory that the GPU reads over PCIe while the CPU computes the other
+    missing experts."""
 
     table_E: Tensor  # their offsets
     share: int  # of the missing experts, in sixteenths
@@ -44,10 +44,11 @@ def route(
     given: bool = False,
     scale: float = 1.0,
 ) -> Routed:
-    """Chooses experts, writes their ids to `ids_BK` and looks up where they are; `scale` multiplies
-    their weights. With `given` the ids are there already, and only the weights are those of the
-    chosen ones. With `misses`, those that are not on the device are written there with their token
-    rows: -1 stands for an expert that is on the device. Rows that are not real have no experts."""
+    """Chooses experts, writes their ids to `ids_BK` and looks up their places; `scale` multiplies
+    their weights. With `given` the ids in `ids_BK` are used, with the weights of the experts that
+    the logits choose. With `misses`, experts that are not on the device are written there with
+    their token rows: -1 stands for an expert that is on the device. Rows that are not real have no
+    experts."""
     n_experts, width, stride = logits_BE.shape[1], x_BD.shape[1], logits_BE.stride(0)
     weights = torch.empty(len(x_BD), top_k, dtype=torch.float32, device=x_BD.device)
     offsets, missed, to = _found(weights, ids_BK, misses)
@@ -65,13 +66,13 @@ def look_up(
     table_E: Tensor,
     real_B: Tensor,
     x_BD: Tensor,
-    misses: MissBuffers | None = None,
-    link: Link | None = None,
+    misses: MissBuffers | None,
+    link: PinnedExperts | None = None,
     staged_E: Tensor | None = None,
 ) -> Routed:
-    """As `route`, for experts that are chosen already. Those that `table_E` does not have may be
-    staged, or found over the link. `staged_E` may be written on another stream, for which this one
-    waits."""
+    """Looks up the places of experts that are chosen already, like `route`. Experts that `table_E`
+    does not have may be staged, or read from pinned memory. `staged_E` may be written on another
+    stream, for which this one waits."""
     offsets, missed, to = _found(weights_BK, ids_BK, misses)
     (batch, top_k), width = ids_BK.shape, x_BD.shape[1]
     link_E, share = link or (table_E, 0)
@@ -89,7 +90,8 @@ def look_up(
 def _found(
     weights_BK: Tensor, ids_BK: Tensor, misses: MissBuffers | None
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Memory for offsets, for the number of misses of each token, and for lists of misses."""
+    """Return memory for offsets, for the number of misses of each token, and for lists of
+    misses."""
     offsets = torch.empty_like(weights_BK, dtype=torch.int64)
     if misses is None:
         return offsets, None, (ids_BK,) * 6
@@ -147,7 +149,7 @@ def _route_kernel(
 def needed_experts(
     ids, is_real, n_rows, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Whether any token needs them, for each expert."""
+    """Return for each expert whether any token needs it."""
     experts, rows = tl.arange(0, BLOCK), tl.arange(0, ROWS)
     there = (rows < n_rows) & (tl.load(is_real + rows, mask=rows < n_rows, other=0) != 0)
     needed = tl.zeros((BLOCK,), tl.int32)
@@ -176,7 +178,7 @@ def _look_up_kernel(
         absent = used & (offset == -(1 << 62))
         offset = tl.where(absent, tl.load(staged + chosen, mask=absent, other=0), offset)
     if SHARE > 0:
-        # every row finds the same experts: of those that any row misses, some are on the link
+        # every row chooses the same: of the experts that any row misses, some are read over PCIe
         experts = tl.arange(0, BLOCK)
         inside = experts < n_experts
         place = tl.load(table + experts, mask=inside, other=0)
@@ -202,7 +204,7 @@ def _report(
     host_count, host_rows, width, TOP_K: tl.constexpr, KS: tl.constexpr, WIDTH: tl.constexpr,
     MISSES: tl.constexpr,
 ):  # fmt: skip
-    """Writes where the experts of one token are."""
+    """Writes the places of the experts of one token, and the missing experts."""
     batch = tl.program_id(0)
     ks = tl.arange(0, KS)
     real = ks < TOP_K

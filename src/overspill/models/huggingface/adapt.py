@@ -1,5 +1,5 @@
-"""Finds the experts of a Hugging Face model, and adapts an offloaded model: its experts, its
-loss, `num_parameters`, `to`, `save_pretrained` and `load_state_dict`."""
+"""Adapts an offloaded Hugging Face model: its experts, its loss, `num_parameters`, `to`,
+`save_pretrained` and `load_state_dict`."""
 
 import functools
 import weakref
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.core.errors import ConfigError, OrderError
-from overspill.models.expert_layers import check_layers
+from overspill.core.errors import OrderError
 from overspill.models.huggingface import loss, state
 from overspill.models.huggingface.dictionaries import NLLB, style_of, warn_of_routing
 from overspill.models.huggingface.expert_adapters import named_parameters, warns_of_left_out
@@ -19,7 +18,6 @@ from overspill.models.huggingface.experts import (
     DictionaryExperts,
     HuggingFaceExperts,
     StackedExperts,
-    expert_keys,
 )
 from overspill.models.joint_writing import is_first
 from overspill.moe.autograd import routed_experts
@@ -29,83 +27,9 @@ from overspill.moe.pregate import check_selected
 
 IMPLEMENTATION = "overspill"
 
-_INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
-_COUNTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-)
-
-
-def find_experts(model: Any) -> list[HuggingFaceExperts]:
-    """The experts modules of a model, lowest first. Raises for experts that Overspill cannot
-    compute exactly, before anything is moved."""
-    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
-    found: list[HuggingFaceExperts] = []
-    for path, module in model.named_modules():
-        if hasattr(module, PLACEHOLDER) and module is not model:
-            raise ConfigError("the model is offloaded already; offload it once")
-        stacked = all(hasattr(module, name) for name in _INTERFACE)
-        style = style_of(module)
-        if (stacked and module.num_experts == 0) or (style and not expert_keys(module)):
-            raise ConfigError(
-                f"{path} has no experts: {_empty_field(model)} is 0 in the config; set it to at "
-                "least 1"
-            )
-        if stacked:
-            found.append(StackedExperts(path, module, std))
-        elif style:
-            found.append(DictionaryExperts(path, module, style, model.config))
-    _refuse_others(model, found)
-    check_layers({layer.path: layer for layer in found}, model.training)
-    return found
-
-
-def experts_paths(model: Any) -> list[str]:
-    """Paths of the experts modules, lowest first, whether they are offloaded or not."""
-    found = [
-        path
-        for path, module in model.named_modules()
-        # not a model or a wrapper of one, such as peft's: there the name is the engine's
-        if hasattr(getattr(module, PLACEHOLDER, None), "is_expert_placeholder")
-        or all(hasattr(module, name) for name in _INTERFACE)
-        or style_of(module) is not None
-    ]
-    if not found:
-        _refuse_others(model, [])
-    return found
-
-
-def _empty_field(model: Any) -> str:
-    """The field of the config that gives the number of experts as 0."""
-    text = model.config.get_text_config()
-    names = [count for count in _COUNTS if getattr(text, count, None) == 0]
-    return str(text.attribute_map.get(names[0], names[0])) if names else "the number of experts"
-
-
-def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:
-    """Raises if there are experts of an unknown kind: they would silently stay on the GPU."""
-    name = f"{model.config.model_type} ({type(model).__name__})"
-    text = model.config.get_text_config()
-    counts = {getattr(text, count, None) for count in _COUNTS}
-    known = {id(p) for layer in found for p in layer.expert_parameters()}
-    for path, parameter in model.named_parameters():
-        if id(parameter) not in known and parameter.dim() >= 3 and len(parameter) in counts:
-            raise ConfigError(
-                f"{name}: {path} looks like experts that do not go through transformers' experts "
-                "interface; this architecture is not supported"
-            )
-    if not found:
-        why = "it has no experts"
-        if any(isinstance(count, int) and count > 1 for count in counts):
-            why = "its experts do not go through transformers' experts interface"
-        raise ConfigError(f"{name} is not supported: {why}; see docs/families.md")
-
 
 def adapt(model: Any, layers: Sequence[HuggingFaceExperts]) -> Any:
-    """Makes a model whose experts were given away call the engine."""
+    """Make a model whose experts were given away call the engine. Returns the model."""
     register()
     first = layers[0]
     if isinstance(first, DictionaryExperts):
@@ -161,7 +85,7 @@ def _num_parameters(
     only_trainable: bool = False,
     exclude_embeddings: bool = False,
 ) -> int:
-    """As transformers counts, with the offloaded experts."""
+    """Count parameters like transformers, with the offloaded experts."""
     model = own()
     engine: Engine = model.overspill
     placeholders = [p for p in model.parameters() if hasattr(p, "is_expert_placeholder")]
@@ -175,8 +99,8 @@ def _num_parameters(
 def _checked_apply(
     own: Callable[[], Any], plain: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Called by `.to()`, `.half()` and similar methods. Raises if they would change the device or
-    dtype, since the experts cannot follow."""
+    """Apply `function` for `.to()`, `.half()` and similar methods. Raises if they would change the
+    device or dtype, since the experts cannot follow."""
     model = own()
     engine: Engine = model.overspill
     probe = function(torch.empty(0, dtype=engine.dtype, device=engine.device))

@@ -17,7 +17,7 @@ from types import ModuleType
 _log = logging.getLogger("overspill")
 _THEIRS = "transformers.models.auto.configuration_auto"
 _OURS = "overspill.models.huggingface.gpt_config"
-"""Registers the config when it is imported."""
+"""Module that registers the config when it is imported."""
 
 
 def register_when_imported() -> None:
@@ -29,7 +29,7 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    """Errors are logged: they must not make transformers unusable."""
+    """Register the config. Errors are logged, because they must not make transformers unusable."""
     try:
         importlib.import_module(_OURS)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Finds a checkpoint and refuses what cannot be loaded, by its config.json and the names of its
+"""Finds a checkpoint and refuses checkpoints that cannot be loaded, by config.json and the names of
 files: before torch and transformers are imported, which takes seconds, and before weights are
 downloaded."""
 
@@ -34,8 +34,8 @@ _CONVERT = (
 
 
 def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
-    """The local folder of a checkpoint, or a GGUF file; a repository of the hub is downloaded,
-    unless cached."""
+    """Return the local folder of a checkpoint, or a GGUF file; a repository of the hub is
+    downloaded, unless cached."""
     path = _local(path_or_repo)
     if path is not None:
         return path
@@ -47,7 +47,7 @@ def find_folder(path_or_repo: str | os.PathLike[str]) -> Path:
 def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
     """Raises if Overspill cannot load the checkpoint; no-op for an adapter, which is checked with
     its base model. Returns the GGUF file, or the folder of all files but the weights, which are not
-    downloaded. GGUF files are, since they have all in one."""
+    downloaded. GGUF files are downloaded, since they contain everything."""
     path = _local(path_or_repo)
     if path is None:
         return _check_download(_repository(path_or_repo))
@@ -57,8 +57,8 @@ def check_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
 
 
 def _local(path_or_repo: str | os.PathLike[str]) -> Path | None:
-    """The folder or GGUF file of that path, or the GGUF file of a repository of the hub, which is
-    downloaded unless cached: its name is OWNER/REPOSITORY/FILE."""
+    """Return the folder or GGUF file at a path, or the GGUF file OWNER/REPOSITORY/FILE of the hub,
+    which is downloaded unless cached."""
     path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
     if path.is_dir() or is_gguf(path):
         return path
@@ -80,7 +80,7 @@ def _local(path_or_repo: str | os.PathLike[str]) -> Path | None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter of peft, and no model."""
+    """Return whether a folder has an adapter of peft and no model."""
     return (folder / ADAPTER_CONFIG).is_file() and not _has_safetensors(folder)
 
 
@@ -89,8 +89,8 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """The first GGUF file of a checkpoint: the file that is given, or the only model in a folder
-    without safetensors. Raises if there are several."""
+    """Return the first GGUF file of a checkpoint: the given file, or the only model in a folder
+    without safetensors. Raises if there are several models."""
     if folder.is_file():
         return first_file(folder)
     if _has_safetensors(folder):
@@ -107,12 +107,12 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 def texts_of(folder: Path) -> Path:
-    """The folder of the config, the tokenizer and so on: of a GGUF file, its folder."""
+    """Return the folder of the config, the tokenizer and so on; for a GGUF file, its folder."""
     return folder.parent if folder.is_file() else folder
 
 
 def _repository(path_or_repo: str | os.PathLike[str]) -> str:
-    """The name of a repository of the hub."""
+    """Return the name of a repository of the hub."""
     path, name = Path(path_or_repo).expanduser(), str(path_or_repo)
     if path.is_file():
         raise ConfigError(f"{name} is a file; give the folder of a checkpoint, or a GGUF file")
@@ -147,8 +147,8 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 
 def read_json_config(folder: Path) -> dict[str, Any]:
-    """The content of config.json, or what the metadata of a GGUF file say. Raises if weights are
-    packed in a way that Overspill cannot read, or there are no experts."""
+    """Return the content of config.json, or the config in the metadata of a GGUF file. Raises if
+    weights are packed in a way that Overspill cannot read, or there are no experts."""
     path, gguf = texts_of(folder) / CONFIG, find_gguf(folder)
     if not path.is_file():
         if gguf is not None:
@@ -182,7 +182,7 @@ def read_json_config(folder: Path) -> dict[str, Any]:
 
 
 def _names_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a field says that the model has experts; None, 0 and False do not."""
+    """Return whether a field says that the model has experts; None, 0 and False do not."""
     parts = [config]  # the config of a language model may be a part of another one
     while parts:
         for name, value in parts.pop().items():
@@ -214,7 +214,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    """The class that the config names; it may be an encoder-decoder."""
+    """Return the class that the config names, which may be an encoder-decoder."""
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
     known = isinstance(first, str) and first.isidentifier()  # it becomes a part of a command
@@ -233,7 +233,7 @@ def check_tokenizer(folder: Path, flag: str) -> None:
 
 
 def _kind_of_tokenizer(folder: Path) -> str:
-    """The tokenizer in the metadata of a GGUF file that is not known."""
+    """Return the kind of an unknown tokenizer in the metadata of a GGUF file."""
     gguf = find_gguf(folder) if folder.exists() else None
     if gguf is None:
         return ""
@@ -243,7 +243,7 @@ def _kind_of_tokenizer(folder: Path) -> str:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one in the folder, or in the metadata of a GGUF file."""
+    """Return whether there is a tokenizer in the folder, or in the metadata of a GGUF file."""
     if has_tokenizer_files(folder):
         return True
     gguf = find_gguf(folder) if folder.exists() else None

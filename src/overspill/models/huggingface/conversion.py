@@ -8,7 +8,7 @@ tensors of a checkpoint.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,18 @@ class Sources:
 
     converter: Any = None
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """By source pattern of the converter, in natural order; without a converter, under ""."""
+    """Names of tensors by source pattern of the converter, in natural order; without a converter,
+    under ""."""
+
+    @property
+    def all_keys(self) -> list[str]:
+        """The names of all source tensors."""
+        return [key for keys in self.keys.values() for key in keys]
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the family's own code makes the tensor of its sources."""
+        return self.converter is not None and not self.merges
 
     @property
     def merges(self) -> bool:
@@ -33,7 +44,7 @@ class Sources:
         )
 
     def parts(self, expert: int) -> list[str]:
-        """The tensors of one expert, where each has its own."""
+        """Return the tensors of one expert, if each expert has tensors of its own."""
         patterns = [p for p in self.converter.source_patterns if p in self.keys]
         return [self.keys[pattern][expert] for pattern in patterns]
 
@@ -49,7 +60,7 @@ class Sources:
         shape: tuple[int, ...],
         config: Any,
     ) -> dict[str, Tensor]:
-        """Runs the converter on (key, pattern, tensor); `shape` is that of the target."""
+        """Run the converter on (key, pattern, tensor); `shape` is the shape of the target."""
         converter = deepcopy(self.converter)
         for key, pattern, tensor in tensors:
             converter.add_tensor(target, key, pattern, tensor)
@@ -58,7 +69,7 @@ class Sources:
 
 
 class _Target:
-    """Takes the place of the model in converters that read the shape of their target."""
+    """Replacement of the model for converters that read the shape of their target."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
@@ -67,12 +78,20 @@ class _Target:
         return torch.empty(self._shape, device="meta")
 
 
-Renamer = Callable[[str], list[tuple[str, str | None]]]
+class Target(NamedTuple):
+    """A tensor of the model that a tensor of a checkpoint is a source of."""
+
+    name: str
+    pattern: str | None
+    """The source pattern of the converter that makes it; None without a converter."""
+
+
+Renamer = Callable[[str], list[Target]]
 
 
 def renamer(model: Any, extra: set[str]) -> tuple[Renamer, Mapping[str, Any]]:
-    """A function from a name in a checkpoint to (name in the model, pattern of its converter), and
-    the converters by pattern. `extra` are names of parameters that the model no longer has."""
+    """Return a function from a name in a checkpoint to its targets in the model, and the converters
+    by pattern. `extra` are names of parameters that the model no longer has."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -84,23 +103,42 @@ def renamer(model: Any, extra: set[str]) -> tuple[Renamer, Mapping[str, Any]]:
     names.update(dict.fromkeys((n for n, _ in model.named_buffers()), True))
     prefix = model.base_model_prefix
 
-    def rename(key: str) -> list[tuple[str, str | None]]:
+    def rename(key: str) -> list[Target]:
         target, pattern = rename_source_key(key, renamings, converters, prefix, names)
         if target not in names and key in names:
             target, pattern = rename_source_key(key, [], [], prefix, names)
         if pattern is None:
-            return [(target, None)]
+            return [Target(target, None)]
         first, *others = by_pattern[pattern].target_patterns
-        return [(target.replace(first, name), pattern) for name in (first, *others)]
+        return [Target(target.replace(first, name), pattern) for name in (first, *others)]
 
     return rename, by_pattern
+
+
+def find_sources(
+    model: Any,
+    experts: set[str],
+    keys: Iterable[str],
+    choose: Callable[[str, list[Target]], list[Target]],
+) -> dict[str, Sources]:
+    """Return the sources of tensors of the model among the tensors `keys` of a checkpoint.
+
+    `experts` are names of parameters that the model no longer has. `choose` gets a key and its
+    targets, and returns the targets to keep.
+    """
+    rename, converters = renamer(model, experts)
+    found: dict[str, Sources] = {}
+    for key in keys:
+        for name, pattern in choose(key, rename(key)):
+            found.setdefault(name, Sources()).add(key, pattern, converters)
+    return found
 
 
 def reverted(
     model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Experts' tensors of a model with the names and layout of the original checkpoint;
-    `conversions` are those of `model_conversions`."""
+    """Return experts' tensors of a model with the names and layout of the original checkpoint;
+    `conversions` is the result of `model_conversions`."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stand_in: Any = _WithExperts(model, conversions, tensors)
@@ -109,8 +147,8 @@ def reverted(
 
 
 class _WithExperts:
-    """A model that has its conversions, and the experts' parameters for converters that read their
-    shapes."""
+    """Replacement of a model with its conversions, and with the experts' parameters for converters
+    that read their shapes."""
 
     def __init__(self, model: Any, conversions: Sequence[Any], tensors: dict[str, Tensor]) -> None:
         self._model, self._tensors = model, tensors

@@ -15,9 +15,9 @@ from overspill.core.errors import BudgetError
 from overspill.core.experts import ExpertId
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory, usable_cores
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer
 from overspill.models.huggingface.conversion import model_conversions
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.load import InitialExperts, random_dense
 from overspill.models.huggingface.merge import TOKENIZER_FILES
@@ -32,7 +32,7 @@ from overspill.tiers.aside import check_new, new_folder
 
 _SHARD_BYTES = 5 * 10**9  # as in save_pretrained
 _WRITERS = 16
-"""The most threads that draw experts; each holds one in memory."""
+"""Largest number of threads that draw experts; each holds one in memory."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -45,10 +45,10 @@ class Created:
     model_type: str
     parameters: int
     bytes: int
-    """Size of the weights."""
+    """Size of the weights in bytes."""
     moe_blocks: int
     experts: int
-    """Experts in each MoE block."""
+    """Number of experts in each MoE block."""
 
 
 def create(
@@ -125,7 +125,7 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
 
 
 class _Counter:
-    """Adds up the bytes that several threads have written."""
+    """Sum of the bytes that several threads have written."""
 
     def __init__(self, done: int, total: int, progress: Progress) -> None:
         self._done, self._total, self._progress = done, total, progress

@@ -27,7 +27,7 @@ Routing = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DictionaryStyle:
-    """The differences between the two."""
+    """Differences between Switch and NLLB."""
 
     linears: tuple[str, str]
     bias: bool
@@ -37,22 +37,24 @@ class DictionaryStyle:
 
 
 def read_switch(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
-    """`selected` [T, 1, E] is one-hot, all zeros for a token beyond the capacity."""
+    """Return the routing of Switch: `selected` [T, 1, E] is one-hot, all zeros for a token beyond
+    the capacity."""
     ids = read_mask(selected)
     return ids, weights.view_as(ids)
 
 
 def read_mask(selected: Tensor) -> Tensor:
-    """The ids of a one-hot mask; E for a row of zeros."""
+    """Return the ids of a one-hot mask; E for a row of zeros."""
     chosen = selected.bool()
     return torch.where(chosen.any(-1), chosen.to(torch.uint8).argmax(-1), selected.shape[-1])
 
 
 def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
-    """Element j of a token's row of `selected` [T, E] is an expert id, with weight j.
+    """Return the routing of NLLB: element j of a token's row of `selected` [T, E] is an expert id,
+    with weight j.
 
     The router passes the one-hot mask of the token's first expert, so the ids are 0 and 1, and only
-    these two experts compute. This is what transformers (5.17 to 5.22) does. Weights of the same
+    these two experts compute. transformers (5.17 to 5.22) computes the same. Weights of the same
     expert are added up.
     """
     ids_TE = selected.long()
@@ -64,9 +66,9 @@ def read_nllb(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
 
 
 def read_nllb_top_2(selected: Tensor, weights: Tensor, n_experts: int) -> Routing:
-    """The routing that NLLB-MoE was trained with: `weights` [T, E] are those of the token's two
-    experts, zero for the others and beyond an expert's capacity. `selected`, the mask of the first
-    one, is not used."""
+    """Return the routing that NLLB-MoE was trained with: `weights` [T, E] are the weights of the
+    token's two experts, zero for the others and beyond an expert's capacity. `selected`, the mask
+    of the first one, is not used."""
     weights_TK, ids_TK = weights.topk(min(2, n_experts), dim=1)
     return torch.where(weights_TK > 0, ids_TK, n_experts), weights_TK
 
@@ -90,7 +92,7 @@ _ROUTERS = ("SwitchTransformersTop1Router", "NllbMoeTop2Router")
 
 
 def style_of(module: nn.Module) -> DictionaryStyle | None:
-    """The style of an experts dictionary, offloaded or not; None for other modules."""
+    """Return the style of an experts dictionary, offloaded or not; None for other modules."""
     if isinstance(module, HostedDictionary):
         return module.style
     return _STYLES_BY_CLASS.get(type(module).__name__)
@@ -109,8 +111,8 @@ def cast_routers(model: nn.Module) -> None:
 
 @contextmanager
 def capacities_kept(model: nn.Module) -> Iterator[None]:
-    """Within it, the model may evaluate: a router of NLLB would keep the capacity of the last batch
-    that it has evaluated, and drop tokens of training batches beyond it."""
+    """Context in which the model may evaluate. Otherwise a router of NLLB would keep the capacity
+    of the last batch that it has evaluated, and drop tokens of training batches beyond it."""
     routers: list[Any] = [m for m in model.modules() if type(m).__name__ in _ROUTERS]
     before = [router.expert_capacity for router in routers]
     try:
@@ -121,7 +123,7 @@ def capacities_kept(model: nn.Module) -> Iterator[None]:
 
 
 def warn_of_routing(settings: Settings) -> None:
-    """Says that an NLLB-MoE has the routing of transformers."""
+    """Log a warning that an NLLB-MoE has the routing of transformers."""
     if not settings.fix_nllb_routing:
         _log.warning(
             "nllb-moe computes as in transformers, which takes the one-hot mask of a token for the "
@@ -132,12 +134,13 @@ def warn_of_routing(settings: Settings) -> None:
 
 
 class HostedDictionary(nn.ModuleDict):
-    """The class of an experts dictionary whose experts are offloaded."""
+    """Class of an experts dictionary whose experts are offloaded."""
 
     style: DictionaryStyle
     overspill: ExpertPlaceholder
     before_forward: Callable[[], bool] | None = None
-    """Called by forwards until it returns True. Not a hook, which a CUDA graph would not allow."""
+    """Function that forwards call until it returns True. Not a hook, which a CUDA graph would not
+    allow."""
 
     @staticmethod
     def of(style: DictionaryStyle) -> type["HostedDictionary"]:
@@ -169,7 +172,7 @@ class HostedDictionary(nn.ModuleDict):
 
 
 def _rate(dropout: nn.Module) -> float:
-    """The rate of a dropout module, as it is now."""
+    """Return the rate of a dropout module, as it is now."""
     return float(dropout.p) if dropout.training else 0.0  # type: ignore[arg-type]
 
 

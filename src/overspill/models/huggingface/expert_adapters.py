@@ -31,8 +31,8 @@ _ADOPTED = "_adds_to_offloaded_experts"
 def show_stand_ins(
     module: nn.Module, placeholder: ExpertPlaceholder | OthersPlaceholder, places: Places
 ) -> None:
-    """Gives the module stand-ins for the experts' stacks, as attributes, and as parameters where
-    peft looks for its targets. Nothing else sees them: not `model.parameters()`, state dicts,
+    """Give the module stand-ins for the experts' stacks, as attributes, and as parameters for
+    peft's search for its targets. Nothing else sees them: not `model.parameters()`, state dicts,
     FSDP, or code that groups the parameters of each module."""
     engine, own = placeholder.engine, weakref.ref(module)
     stand_ins = {
@@ -60,7 +60,8 @@ def show_stand_ins(
 
 
 def stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Stand-ins for the parameters of an experts module, by name; none if it is not offloaded."""
+    """Return stand-ins for the parameters of an experts module, by name; an empty dictionary if it
+    is not offloaded."""
     found: dict[str, nn.Parameter] = module.__dict__.get("_stand_ins", {})
     return found
 
@@ -68,8 +69,8 @@ def stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
 def named_parameters(
     own: Callable[[], Any], plain: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Of an offloaded model. peft also gets the names of stand-ins where it looks for what a
-    regular expression matches."""
+    """Yield the named parameters of an offloaded model. peft also gets the names of stand-ins when
+    it looks for parameters that a regular expression matches."""
     model = own()
     found: Iterator[tuple[str, nn.Parameter]] = plain(model, *args, **kwargs)
     if not _asked_by("peft.utils.transformers_weight_conversion"):
@@ -83,7 +84,7 @@ def named_parameters(
 
 
 def _asked_by(package: str) -> bool:
-    """Whether the caller of the function that calls this is in a package of others."""
+    """Return whether the caller of the function that calls this is in package `package`."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(package)
 
 
@@ -94,8 +95,8 @@ def has_expert_adapters(model: nn.Module) -> bool:
 
 
 def _adopt_wrappers() -> None:
-    """Lets peft's wrappers of parameters do with offloaded experts what is done here; other modules
-    keep peft's own methods."""
+    """Patch peft's wrappers of parameters for offloaded experts; other modules keep peft's own
+    methods."""
     wrapper: Any = getattr(sys.modules.get(_LAYERS), "ParamWrapper", None)
     if wrapper is None or hasattr(wrapper, _ADOPTED):
         return
@@ -125,7 +126,8 @@ def _dispatched(plain: Callable[..., Any], ours: Callable[..., Any]) -> Callable
 
 
 def _placeholder_of(wrapper: Any) -> ExpertPlaceholder | None:
-    """That of the experts which an adapter is for; None: they are not offloaded."""
+    """Return the placeholder of the experts that an adapter is for; None if they are not
+    offloaded."""
     found = getattr(wrapper.get_base_layer(), "overspill", None)
     if isinstance(found, OthersPlaceholder):
         raise ConfigError(
@@ -139,8 +141,8 @@ def _placeholder_of(wrapper: Any) -> ExpertPlaceholder | None:
 def _activate(
     wrapper: Any, placeholder: ExpertPlaceholder, active_adapters: Sequence[str]
 ) -> Iterator[None]:
-    """Instead of peft's, which adds the adapter to the parameter: forwards inside add it to the
-    products of the experts."""
+    """Context in which forwards add the adapter to the products of the experts. Replaces peft's
+    method, which adds it to the parameter."""
     active = [name for name in active_adapters if name in wrapper.lora_A]
     if len(active) > 1:
         raise ConfigError(
@@ -164,7 +166,7 @@ def _activate(
 
 
 def _matrix_of(wrapper: Any, placeholder: ExpertPlaceholder) -> int:
-    """The position of the adapted tensor in a record."""
+    """Return the position of the adapted tensor in a record."""
     assert placeholder.places is not None
     names = [place.name for place in placeholder.places(0)]
     number = names.index(wrapper.parameter_name)
@@ -177,7 +179,7 @@ def _matrix_of(wrapper: Any, placeholder: ExpertPlaceholder) -> int:
 
 
 def _factors(wrapper: Any, adapter: str) -> Factors:
-    """A [r * E, I] and B [O, r * E] as stacks of experts: views."""
+    """Return A [r * E, I] and B [O, r * E] as stacks of experts, as views."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     return Factors(
         a.reshape(wrapper.num_experts, -1, a.shape[1]),
@@ -209,7 +211,7 @@ def _unmerge(wrapper: Any, placeholder: ExpertPlaceholder) -> None:
 
 @torch.no_grad()
 def _add_to_records(placeholder: ExpertPlaceholder, number: int, factors: Factors) -> None:
-    """Adds an adapter to the weights of all experts of a layer."""
+    """Add an adapter to the weights of all experts of a layer."""
     engine = placeholder.engine
     engine.check_whole("merging adapters of experts")
     engine.flush()
@@ -226,9 +228,9 @@ def _add_to_records(placeholder: ExpertPlaceholder, number: int, factors: Factor
 
 
 def warns_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> Callable[[], bool]:
-    """For experts that are modules of their own on the plain model, as `expert` is: peft finds no
-    layer of theirs. The function warns if the adapters of the model were meant for them, and
-    returns False before there are any."""
+    """Return a check for experts that are modules of their own in the plain model, like `expert`,
+    whose layers peft does not find. The check warns if the adapters of the model were meant for
+    them, and returns False while there are no adapters."""
     own = weakref.ref(model)
 
     def check() -> bool:
@@ -251,8 +253,8 @@ def warns_of_left_out(model: nn.Module, expert: str, linears: Sequence[str]) -> 
 
 
 def _means(model: nn.Module, config: Any, names: Sequence[str]) -> bool:
-    """Whether peft would adapt modules of these names: it lists the linear layers that it finds in
-    the place of "all-linear"."""
+    """Return whether peft would adapt modules of these names. It replaces "all-linear" by a list of
+    the linear layers that it finds."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     if any(check_target_module_exists(config, name) for name in names):

@@ -2,7 +2,7 @@
 
 The place of the ids in a result differs between families and versions of transformers. A block of
 the experts interface passes the only tensor of integers in it to its experts, which is checked when
-the experts are called. Families whose gates return something else have readers of their own here.
+the experts are called. Families whose gates return other results have readers of their own here.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from overspill.moe.pregate import ChainGate, IdsReader, unreadable, whole_tensor
 
 
 def find_reader(path: str, block: nn.Module, gate: nn.Module, experts: nn.Module) -> IdsReader:
-    """The reader for the gate of the block at `path`. Raises if its block is known to choose
-    experts in a way that is not known here."""
+    """Return the reader for the gate of the block at `path`. Raises if there is no reader for the
+    way in which the block chooses experts."""
     style = style_of(experts)
     if style is not None:
         return _of_switch if style is SWITCH else _of_nllb
@@ -54,7 +54,7 @@ def _of_nllb(gate: ChainGate, routing: Any) -> Tensor:
 
 
 def _of_jamba(gate: ChainGate, routing: Any) -> Tensor:
-    """Before transformers 5.22, where its gate returns ids."""
+    """Read the ids of Jamba before transformers 5.22, from which on its gate returns ids."""
     block: Any = gate.block
     ids_TK: Tensor
     ids_TK, _ = block.route_tokens_to_experts(routing, routing)  # the first is for its dtype only
@@ -62,7 +62,7 @@ def _of_jamba(gate: ChainGate, routing: Any) -> Tensor:
 
 
 _OF_LOGITS: dict[str, IdsReader] = {"JambaSparseMoeBlock": _of_jamba}
-"""By the class of the block."""
+"""Readers by the class of the block."""
 
 
 def _only(gate: ChainGate, routing: Any) -> Tensor:

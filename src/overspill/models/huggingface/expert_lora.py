@@ -29,16 +29,18 @@ from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Two matrices whose product is added, by the names of their tensors in the adapter."""
+    """Two matrices whose product is added to experts, by the names of their tensors in the
+    adapter."""
 
     a: str
     b: str
     scale: float
     expert: int | None = None
-    """None: they are of all experts."""
+    """Index of the expert; None: the matrices are of all experts."""
     piece: int = 0
     pieces: int = 1
-    """They are for one of so many equal pieces of the rows of the experts' matrix."""
+    """Number of equal pieces of the rows of the experts' matrix; the matrices change one of
+    them."""
 
 
 class ExpertChanges:
@@ -51,8 +53,8 @@ class ExpertChanges:
         read: Callable[[str], Tensor],
         specs: Mapping[str, TensorSpec],
     ) -> None:
-        """`parts` and `layers` are by the names of stacks; `read` returns a tensor of the adapter,
-        in float32 or wider, and `specs` are those of all."""
+        """`parts` and `layers` have the names of stacks as keys; `read` returns a tensor of the
+        adapter, in float32 or wider, and `specs` are the specs of all its tensors."""
         self._parts, self._layers, self._read, self._specs = parts, layers, read, specs
         # experts are read layer by layer, both stacks of some of them at the same time
         self._factors = functools.lru_cache(maxsize=4)(self._read_factors)
@@ -65,7 +67,7 @@ class ExpertChanges:
 
     @torch.no_grad()
     def add_to(self, weight: Tensor, name: str, expert: int) -> None:
-        """Adds what belongs to one expert of a stack to its matrix, which is float32 or wider."""
+        """Add the changes of one expert of a stack to its matrix, which is float32 or wider."""
         layer = self._layers[name]
         transposed = layer.shape.transposed
         for part in self._parts[name]:
@@ -77,8 +79,8 @@ class ExpertChanges:
                 rows += (self._read(part.b) @ self._read(part.a)) * part.scale
 
     def ranks(self) -> LowRanks:
-        """The largest ranks of both matrices of an expert in any layer. Raises if ranks differ by
-        expert: then records cannot be the same."""
+        """Return the largest ranks of both matrices of an expert in any layer. Raises if ranks
+        differ by expert, whose records would then differ."""
         found = [0, 0]
         for name, parts in self._parts.items():
             layer, ranks = self._layers[name], Counter[int]()
@@ -98,8 +100,8 @@ class ExpertChanges:
 
     @torch.no_grad()
     def low_rank(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
-        """A [r, I] and B [O, r] of one expert of a stack, whose scale is in B; of rank 0 if the
-        stack is not changed."""
+        """Return A [r, I] and B [O, r] of one expert of a stack, with the scale in B; of rank 0 if
+        the stack is not changed."""
         layer = self._layers[name]
         size = layer.shape.sizes[int(name.endswith(layer.names[1]))]
         outputs, inputs = size[::-1] if layer.shape.transposed else size
@@ -128,7 +130,8 @@ class ExpertChanges:
 
 
 class AdaptedExperts:
-    """Reads experts from `source`, and behind their weights the matrices of an adapter."""
+    """Source of experts that reads them from `source`, and behind their weights the matrices of an
+    adapter."""
 
     def __init__(
         self, source: ExpertSource, changes: ExpertChanges, layers: Sequence[HuggingFaceExperts]
@@ -138,11 +141,11 @@ class AdaptedExperts:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that `fill` needs beside a record."""
+        """Bytes that `fill` needs besides a record."""
         return self._source.buffer_bytes
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        """Reads one expert into its record."""
+        """Read one expert into its record."""
         layer = self._layers[expert.layer]
         assert isinstance(layer, StackedExperts)
         layout = RecordLayout(layer.shape, layer.dtype, format=self.format, ranks=self.ranks)
@@ -176,10 +179,10 @@ class StackMatching:
             f"{p}.{name}": layer for p, layer in self._layers.items() for name in layer.names
         }
         self.parts: dict[str, dict[tuple[int | None, int], ExpertPart]] = {}
-        """By the name of the stack, then by expert and piece."""
+        """Parts by the name of the stack, then by expert and piece."""
 
     def names(self, name: str) -> bool:
-        """Whether a tensor of the model is a stack of experts."""
+        """Return whether a tensor of the model is a stack of experts."""
         return name in self._stacks
 
     def changes(self, read: Callable[[str], Tensor]) -> ExpertChanges:
@@ -187,7 +190,7 @@ class StackMatching:
         return ExpertChanges(parts, self._stacks, read, self._reader.specs)
 
     def add(self, path: str, key: str) -> bool:
-        """Notes a tensor of the adapter. False: it is not for experts in a stack."""
+        """Note a tensor of the adapter; return False if it is not for experts in a stack."""
         for end, field in ((MATRIX_A, "a"), (MATRIX_B, "b")):
             if path.endswith(f".{end}"):
                 module = path.removesuffix(f".{end}")
@@ -195,7 +198,7 @@ class StackMatching:
         return False
 
     def _add_to_all(self, module: str, field: str, key: str) -> bool:
-        """A matrix of all experts of a layer."""
+        """Note a matrix of all experts of a layer; return False if it is not one."""
         path, *wrappers = module.split(".base_layer")
         if path not in self._layers:  # a name of earlier transformers
             path = self._rename(f"{path}.down_proj")[0][0].removesuffix(".down_proj")
@@ -206,8 +209,8 @@ class StackMatching:
         return True
 
     def _wrapped(self, path: str, depth: int, key: str) -> str:
-        """The stack that a matrix is for: peft wraps the experts module once more for each targeted
-        parameter, and the wrapper of the first one is innermost."""
+        """Return the stack that a matrix is for. peft wraps the experts module once more for each
+        targeted parameter, and the wrapper of the first one is innermost."""
         layer = self._layers[path]
         own = [name for name, _ in layer.module.named_parameters(recurse=False)]
         targeted = [n for n in own if self._config.targets_parameter(f"{path}.{n}")]
@@ -222,7 +225,8 @@ class StackMatching:
         return f"{path}.{name}"
 
     def _add_to_one(self, module: str, field: str, key: str) -> bool:
-        """A matrix of one expert, which was a module in earlier transformers."""
+        """Note a matrix of one expert, which was a module in earlier transformers; return False if
+        it is not one."""
         name, pattern = self._rename(f"{module}.weight")[0]
         if pattern is None or name not in self._stacks:
             return False
@@ -249,7 +253,7 @@ class StackMatching:
         parts[part.expert, part.piece] = found
 
     def check(self) -> None:
-        """Raises if something is missing, or is of another model."""
+        """Raise if a tensor is missing, or is of another model."""
         for name, parts in self.parts.items():
             self._check_shapes(name, parts)
             pieces = {piece for _, piece in parts}

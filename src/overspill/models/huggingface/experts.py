@@ -31,7 +31,7 @@ PLACEHOLDER = "overspill"
 
 
 class HuggingFaceExperts(abc.ABC):
-    """One experts module; `places` are relative to it."""
+    """Experts of one module of a Hugging Face model; `places` are relative to it."""
 
     drops = False
     """Whether the router may drop assignments."""
@@ -66,7 +66,7 @@ class HuggingFaceExperts(abc.ABC):
 
     @abc.abstractmethod
     def activation(self) -> Activation:
-        """The function between the two matrices."""
+        """Return the function between the two matrices."""
 
     def expert_parameters(self) -> list[nn.Parameter]:
         names = {place.name: None for i in range(self.n_experts) for place in self.places(i)}
@@ -74,14 +74,14 @@ class HuggingFaceExperts(abc.ABC):
         return [own[name] for name in names if name in own]
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Writes the module's weights."""
+        """Copy the module's weights of an expert into its record."""
         own = dict(self.module.named_parameters())
         parts = split_record(record, self.shape)
         for place, part in zip(self.places(index), parts, strict=True):
             part.copy_(place.of(own[place.name]).detach())
 
     def draw(self, record: Tensor, generator: torch.Generator) -> None:
-        """Writes initial weights as transformers draws them: normal, and zeros for biases."""
+        """Write initial weights like transformers: normal, and zeros for biases."""
         for part in split_record(record, self.shape):
             if part.dim() == 1:
                 part.zero_()
@@ -91,10 +91,10 @@ class HuggingFaceExperts(abc.ABC):
 
     @abc.abstractmethod
     def strip(self) -> None:
-        """Removes the parameters."""
+        """Remove the parameters."""
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        """The engine has the weights: replaces the parameters by a placeholder."""
+        """Replace the parameters, whose weights the engine has, by a placeholder."""
         activation = self.activation()  # before strip(): it may use the parameters
         self.strip()
         placeholder = ExpertPlaceholder(engine, layer, activation, self.places, self.drops)
@@ -103,7 +103,7 @@ class HuggingFaceExperts(abc.ABC):
         refuse_replicas(self.module)
 
     def leave_to_others(self, engine: Engine) -> None:
-        """Other ranks have this layer: replaces the parameters by what stands for theirs."""
+        """Replace the parameters of a layer that other ranks have by a placeholder for theirs."""
         self.strip()
         placeholder = OthersPlaceholder(engine, self.places)
         placeholder.requires_grad_(self.trained)
@@ -147,7 +147,8 @@ class StackedExperts(HuggingFaceExperts):
                 raise ConfigError(f"{path} ({kind}) has an unknown parameter {name}: not supported")
 
     def activation(self) -> Activation:
-        """A fused kernel if the module computes the same function, else the module's function."""
+        """Return a fused kernel if the module computes the same function, else the module's
+        function."""
         from transformers.integrations import moe
 
         own: Any = self.module
@@ -236,7 +237,8 @@ def expert_keys(dictionary: nn.ModuleDict) -> tuple[str, ...]:
 
 
 def _separate(keys: Sequence[str], style: DictionaryStyle) -> Places:
-    """Not a method: the module refers to this, and must not refer to itself."""
+    """Return the places of separate modules. Not a method: the module refers to this, and must not
+    refer to itself."""
     kinds = ("weight", "bias") if style.bias else ("weight",)
     tails = [f"{linear}.{kind}" for kind in kinds for linear in style.linears]
     return lambda index: [Place(f"{keys[index]}.{tail}", None) for tail in tails]

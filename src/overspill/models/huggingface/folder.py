@@ -1,4 +1,4 @@
-"""A checkpoint folder of Hugging Face: its config, and its tensors by name."""
+"""Checkpoint folders of Hugging Face: their config, and their tensors by name."""
 
 import json
 import logging
@@ -37,8 +37,8 @@ _log = logging.getLogger("overspill")
 
 
 def read_config(folder: Path) -> Any:
-    """The model's config, as one of plain weights. Raises if the weights cannot be read or there
-    are no experts."""
+    """Return the model's config, without the quantization of its weights. Raises if the weights
+    cannot be read or there are no experts."""
     if is_adapter(folder):
         raise ConfigError(
             f"{folder} holds a LoRA adapter, not a whole model; overspill merge {folder} OUT makes "
@@ -67,7 +67,7 @@ def _short(value: object) -> str:
 
 
 def _is_inside(file: object) -> bool:
-    """Whether `file` is the name of a file in a folder, and leads nowhere else."""
+    """Return whether `file` is the name of a file inside a folder."""
     if not isinstance(file, str) or not file.isprintable():
         return False
     path = Path(file)
@@ -76,7 +76,7 @@ def _is_inside(file: object) -> bool:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Suppresses warnings and progress bars of transformers."""
+    """Context without warnings and progress bars of transformers."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -91,7 +91,7 @@ def silence() -> Iterator[None]:
 
 
 def _packing(folder: Path) -> Packing | None:
-    """How the weights of a checkpoint are packed; its config was checked before."""
+    """Return the packing of the weights of a checkpoint, whose config was checked before."""
     path = folder / CONFIG
     return read_packing(folder, parse_json(path.read_bytes())) if path.is_file() else None
 
@@ -100,7 +100,7 @@ class CheckpointFolder:
     """The tensors of all shards, or of a GGUF file under the names that they have in checkpoints of
     Hugging Face. Every file is checked before the first tensor is read.
 
-    Packed weights appear as the plain ones in float32, and are unpacked when they are read.
+    Packed weights appear as plain weights in float32, and are unpacked when they are read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -154,7 +154,7 @@ class CheckpointFolder:
         self.specs |= {name: packed.spec for name, packed in self.packed.items()}
 
     def _find_packed(self) -> None:
-        """Replaces the parts of packed weights in `specs` by the weights."""
+        """Replace the parts of packed weights in `specs` by the weights."""
         packing = _packing(self.folder)
         self.packed = find_packed(self.folder, self.specs, packing)
         if packing is None:
@@ -171,11 +171,11 @@ class CheckpointFolder:
             )
 
     def _index(self) -> Mapping[str, str] | None:
-        """Tensor → file, or None if there is only one file."""
+        """Return the file of each tensor, or None if there is only one file."""
         return self._weight_map() if (self.folder / INDEX).is_file() else None
 
     def _weight_map(self) -> Mapping[str, str]:
-        """The index, whose values must be names of files in this folder."""
+        """Return the index, whose values must be names of files in this folder."""
         path = self.folder / INDEX
         try:
             found = parse_json(path.read_bytes())["weight_map"]
@@ -198,16 +198,16 @@ class CheckpointFolder:
 
     @property
     def files(self) -> list[Path]:
-        """The files of all tensors."""
+        """Files of all tensors."""
         return [reader.path for reader in self._readers.values()]
 
     def file_of(self, name: str) -> Path:
-        """The file of a tensor; of a packed one, that of its codes."""
+        """Return the file of a tensor; for a packed tensor, the file of its codes."""
         packed = self.packed.get(name)
         return self._reader_of[name if packed is None else packed.parts["codes"]].path
 
     def plain_file(self, file: Path) -> Path:
-        """The name of the safetensors file for what one of the files holds."""
+        """Return the name of the plain safetensors file for the tensors of one of the files."""
         if self.gguf is None:
             return file.relative_to(self.folder)
         count = len(self._readers)
@@ -215,11 +215,12 @@ class CheckpointFolder:
         return Path(SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors")
 
     def stored_bytes(self, stored: Iterable[str]) -> int:
-        """Size of stored tensors, by their names in the files."""
+        """Return the size in bytes of stored tensors, by their names in the files."""
         return sum(self._reader_of[name].specs[name].nbytes for name in stored)
 
     def plain_dtype(self, config: Any) -> torch.dtype:
-        """The dtype of the weights before they were packed; `config` is that of the model."""
+        """Return the dtype of the weights before they were packed; `config` is the model's
+        config."""
         if isinstance(config.dtype, torch.dtype):
             return config.dtype
         if self.gguf is not None:  # whose norms are in float32
@@ -228,8 +229,8 @@ class CheckpointFolder:
         return next((dtype for dtype in plain if dtype.is_floating_point), torch.bfloat16)
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
-        """Fills `out`, in its dtype, with the elements of tensor `name` from `offset` on; of a
-        packed one, with whole matrices."""
+        """Fill `out`, in its dtype, with the elements of tensor `name` from `offset` on; a packed
+        tensor is read in whole matrices."""
         if name in self.packed:
             if out.is_contiguous() and not out.is_cuda:
                 self._unpack(self.packed[name], offset, out)
@@ -247,7 +248,7 @@ class CheckpointFolder:
         out.copy_(piece)
 
     def read_whole(self, name: str) -> Tensor:
-        """Tensor `name` in the dtype of its spec."""
+        """Return tensor `name` in the dtype of its spec."""
         spec = self.specs[name]
         whole = torch.empty(spec.shape, dtype=spec.dtype)
         self.read(name, 0, whole)
@@ -257,7 +258,7 @@ class CheckpointFolder:
         packed.read(partial(self._read_part, packed), offset, out)
 
     def read_parts(self, name: str, number: int, read: bool = True) -> Parts:
-        """The parts of one matrix of a packed tensor; without `read` on the meta device."""
+        """Return the parts of one matrix of a packed tensor; without `read` on the meta device."""
         packed = self.packed[name]
         if read:
             return packed.read_parts(partial(self._read_part, packed), number)

@@ -20,7 +20,7 @@ class Piece:
 
     source: str
     offset: int
-    """In elements of the source."""
+    """Offset in elements of the source."""
     shape: tuple[int, ...]
 
     @property
@@ -29,14 +29,14 @@ class Piece:
 
 
 def is_mixtral(config: GPTConfig) -> bool:
-    """Whether Mixtral computes the same."""
+    """Return whether Mixtral computes the same."""
     # Mixtral always normalizes: with one expert per token its weights are 1, here the probability.
     normalized = config.n_experts == config.top_k or (config.top_k > 1 and config.normalize_weights)
     return config.gated and config.moe_every == 1 and normalized
 
 
 def exported_config(config: GPTConfig, dtype: str, separator: int | None) -> dict[str, Any]:
-    """The content of config.json; `separator` ends a text."""
+    """Return the content of config.json; `separator` is the token that ends a text."""
     shared = {
         "dtype": dtype,
         "vocab_size": config.vocab,
@@ -60,7 +60,7 @@ def exported_config(config: GPTConfig, dtype: str, separator: int | None) -> dic
 
 
 def exported_tensors(config: GPTConfig) -> dict[str, Piece]:
-    """Every tensor of the checkpoint, in the order of the layers."""
+    """Return every tensor of the checkpoint, in the order of the layers."""
     d, table = config.d_model, (config.vocab, config.d_model)
     of_experts = _mixtral_experts if is_mixtral(config) else _own_experts
     tensors = {"model.embed_tokens.weight": Piece("embedding.weight", 0, table)}

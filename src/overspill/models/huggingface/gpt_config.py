@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 @strict
 class OverspillGPTConfig(PreTrainedConfig):  # type: ignore[misc]
-    """A `GPTConfig` in the terms of transformers: the names are those of Mixtral."""
+    """A `GPTConfig` in the terms of transformers, with the names of Mixtral."""
 
     model_type = "overspill_gpt"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
@@ -23,7 +23,8 @@ class OverspillGPTConfig(PreTrainedConfig):  # type: ignore[misc]
     num_hidden_layers: int = 24
     num_attention_heads: int = 16
     num_key_value_heads: int | None = None
-    """As many as attention heads; for programs that ask."""
+    """Number of heads of keys and values, equal to the attention heads; for programs that read
+    it."""
     max_position_embeddings: int = 1024
     rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-6
@@ -43,7 +44,7 @@ class OverspillGPTConfig(PreTrainedConfig):  # type: ignore[misc]
     """Add the balance losses to the loss."""
     initializer_range: float = 0.02
     sliding_window: int | None = None
-    """None; for programs that ask."""
+    """Always None; for programs that read it."""
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -56,7 +57,7 @@ class OverspillGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         importlib.import_module("overspill.models.huggingface.gpt_model")
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a block, counted from 0, has experts."""
+        """Return whether a block, counted from 0, has experts."""
         return (layer + 1) % self.moe_every == 0
 
 

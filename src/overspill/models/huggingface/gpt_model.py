@@ -1,10 +1,10 @@
 """An exported GPT-MoE as a model of transformers: the arithmetic of `GPTMoE` in the modules and
 with the interfaces of transformers. Importing this registers it with `AutoModelForCausalLM`.
 
-What a GPT-MoE shares with Mixtral is Mixtral's. Its own are experts without a gate, dense blocks
-between MoE blocks, a router in float32 whose weights need not sum to 1, and the balance loss.
-Shapes: B sequences of S tokens, T = B*S, D model, H hidden, h heads, w width of a head, E experts,
-K top-k.
+Parts that a GPT-MoE shares with Mixtral are Mixtral's modules. It differs in experts without a
+gate, dense blocks between MoE blocks, a router in float32 whose weights need not sum to 1, and the
+balance loss. Shapes: B sequences of S tokens, T = B*S, D model, H hidden, h heads, w width of a
+head, E experts, K top-k.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class GPTMoERouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits [T, E], weights [T, K], expert ids [T, K])"""
+        """Return (logits [T, E], weights [T, K], expert ids [T, K])."""
         x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits_TE = wide_linear(x_TD, self.weight)
         weights_TK, ids_TK = logits_TE.softmax(-1).topk(self.top_k, dim=-1)
@@ -87,7 +87,7 @@ class GPTMoERouter(nn.Module):
 
 
 class GPTMoESparseBlock(nn.Module):
-    """A router and its experts."""
+    """Block of a router and its experts."""
 
     def __init__(self, config: OverspillGPTConfig) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class GPTMoESparseBlock(nn.Module):
 
 
 class GPTMoEDenseBlock(nn.Module):
-    """The feed-forward of a block without experts: one expert for all tokens."""
+    """Feed-forward of a block without experts: one expert for all tokens."""
 
     def __init__(self, config: OverspillGPTConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class GPTMoERotary(nn.Module):
         self.width = config.hidden_size // config.num_attention_heads
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables [B, S, w], whose halves are equal."""
+        """Return tables [B, S, w], whose halves are equal."""
         exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device=x.device) / self.width
         angles = position_ids[..., None].double() * self.theta**-exponent
         both = torch.cat((angles, angles), dim=-1)
@@ -267,8 +267,8 @@ class GPTMoEForCausalLM(GPTMoEPreTrainedModel, GenerationMixin):  # type: ignore
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """With `output_router_logits`, the loss includes the balance loss of each MoE block, of the
-        tokens that the mask does not exclude."""
+        """Return loss and logits. With `output_router_logits`, the loss includes the balance loss
+        of each MoE block over the tokens that the mask does not exclude."""
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
         outputs = self.model(
@@ -301,7 +301,7 @@ class GPTMoEForCausalLM(GPTMoEPreTrainedModel, GenerationMixin):  # type: ignore
         )
 
     def _balance(self, logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-        """The sum of the balance losses of all MoE blocks; 1.0 each for an even load."""
+        """Return the sum of the balance losses of all MoE blocks; 1.0 each for an even load."""
         losses = []
         for logits_TE in logits:
             if mask is not None:

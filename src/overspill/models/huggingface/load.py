@@ -91,9 +91,9 @@ def load_within(
     quantize: str | None = None,
     merged: bool = True,
 ) -> Any:
-    """`load` with all budgets in one object; `changes` replace fields of the model's config. The
-    LoRA adapter in the folder `adapter` is added to the weights; unless `merged`, its part of the
-    experts stays beside their weights, in their records."""
+    """Run `load` with all budgets in one object; `changes` replace fields of the model's config.
+    The LoRA adapter in the folder `adapter` is added to the weights; unless `merged`, its part of
+    the experts stays beside their weights, in their records."""
     device = budgets.compute_device
     if quantize is not None:
         check_quantization(quantize)
@@ -164,7 +164,7 @@ def _stored_experts(
 
 
 def _check_packed(option: str, budgets: Budgets, trained: bool) -> None:
-    """Raises if experts cannot be packed, as `option` wants."""
+    """Raise if experts cannot be packed as `option` requires."""
     reason = None
     if budgets.mesh is not None:
         reason = "several ranks are not supported yet; load the model in one process"
@@ -181,7 +181,7 @@ def _load_dense(
     dtype: torch.dtype | str | None,
     device: torch.device,
 ) -> Any:
-    """Loads all but the experts with transformers, which skips tensors without a parameter."""
+    """Load all but the experts with transformers, which skips tensors without a parameter."""
     folder = checkpoint.folder
     placed = {"device_map": {"": device}} if device.type == "cuda" else {}
     given: dict[str, Any] = {"dtype": dtype or "auto", **placed}
@@ -190,7 +190,7 @@ def _load_dense(
         given["dtype"] = checkpoint.plain_dtype(config) if dtype in (None, "auto") else dtype
         source = None
         given["state_dict"] = {n: _OnDisk(checkpoint, n, given["dtype"]) for n in checkpoint.specs}
-    with silence():  # what it would report is checked below
+    with silence():  # its reports are checked below
         try:
             model, info = kind.from_pretrained(
                 source,
@@ -202,7 +202,7 @@ def _load_dense(
             )
             if source is None:
                 _complete(model, folder)
-        except torch.OutOfMemoryError:  # the planner says what the budget is for
+        except torch.OutOfMemoryError:  # the planner's error explains the budget
             if not placed:
                 raise
             return _load_dense(kind, checkpoint, config, dtype, torch.device("cpu"))
@@ -226,8 +226,8 @@ class _OnDisk:
         self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
 
     def __getitem__(self, _: Any) -> Tensor:
-        """Packed matrices are read in the dtype of the model: in float32 an embedding may be larger
-        than all experts of a layer."""
+        """Read the tensor. Packed matrices are read in the dtype of the model: in float32 an
+        embedding may be larger than all experts of a layer."""
         spec = self._checkpoint.specs[self._name]
         if self._name not in self._checkpoint.packed or not isinstance(self._dtype, torch.dtype):
             return self._checkpoint.read_whole(self._name)
@@ -237,7 +237,8 @@ class _OnDisk:
 
 
 def _complete(model: Any, folder: Path) -> None:
-    """Gives a model that was loaded from tensors what transformers reads from the folder."""
+    """Give a model that was loaded from tensors the attributes that transformers reads from the
+    folder."""
     from transformers import GenerationConfig
 
     model.name_or_path = model.config.name_or_path = str(folder)
@@ -276,7 +277,7 @@ def from_config(
     train: bool = True,
     **more: Any,
 ) -> Any:
-    """A transformers model with random weights, for training from scratch; its experts are
+    """Make a transformers model with random weights, for training from scratch; its experts are
     initialized in the store.
 
     `config` is a config of transformers, or the name of a preset (see `overspill.preset_config`).
@@ -297,7 +298,7 @@ def from_config(
 
 
 def random_dense(config: Any, dtype: torch.dtype, train: bool) -> tuple[Skeleton, Any]:
-    """A model whose dense part transformers has initialized, and which has no experts yet."""
+    """Make a model whose dense part transformers has initialized, and which has no experts yet."""
     made = Skeleton(model_class(config), train)
     with silence():
         model = made.model_class.from_pretrained(None, config=config, state_dict={}, dtype=dtype)
@@ -306,8 +307,8 @@ def random_dense(config: Any, dtype: torch.dtype, train: bool) -> tuple[Skeleton
 
 
 class InitialExperts:
-    """Weights that depend on the seed of torch's generator and on the expert alone, so that they
-    are the same on any number of ranks."""
+    """Source of initial weights that depend only on the seed of torch's generator and on the
+    expert, so that they are the same on any number of ranks."""
 
     buffer_bytes, format, ranks = 0, None, NO_LOW_RANKS
 
@@ -316,6 +317,6 @@ class InitialExperts:
         self._seed = int(torch.randint(1 << 32, ()))
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        """Fills a record, on any thread."""
+        """Fill a record, on any thread."""
         generator = expert_generator(self._seed, expert, self._device)
         self._layers[expert.layer].draw(record, generator)

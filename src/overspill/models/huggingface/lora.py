@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import ADAPTER_CONFIG
 from overspill.models.huggingface.conversion import renamer
 from overspill.models.huggingface.expert_lora import StackMatching
 from overspill.models.huggingface.experts import HuggingFaceExperts
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import CheckpointFolder
 from overspill.models.huggingface.lora_config import (
     MATRIX_A,
@@ -28,7 +28,7 @@ from overspill.models.huggingface.lora_config import (
     LoraConfig,
     read_lora_config,
 )
-from overspill.models.huggingface.pregates import saved_gates
+from overspill.models.huggingface.pregate_file import saved_gates
 from overspill.moe.state_dict import dense_tensors
 from overspill.tiers.safetensors_stream import StreamReader
 
@@ -39,27 +39,27 @@ _TABLE_A, _TABLE_B = "lora_embedding_A", "lora_embedding_B"
 
 @dataclass(frozen=True)
 class Change:
-    """How an adapter changes one tensor of its base, by names of tensors in the adapter."""
+    """Change of one tensor of the base of an adapter, by names of tensors in the adapter."""
 
     replacement: str | None = None
-    """Takes the place of the tensor in the base, before anything is added."""
+    """Tensor that replaces the tensor of the base, before anything is added."""
     a: str | None = None
     b: str | None = None
-    """The product B @ A is added."""
+    """Second factor of the product B @ A, which is added."""
     bias: str | None = None
-    """Is added as it is."""
+    """Bias that is added."""
     scale: float = 1.0
     transposed: bool = False
-    """The product is transposed: embeddings have a row for each token."""
+    """Whether the product is transposed: embeddings have a row for each token."""
 
 
 Read = Callable[[Tensor], None]
-"""Fills a tensor."""
+"""Function that fills a tensor."""
 
 
 class LoraTensors:
-    """The tensors of a checkpoint that an adapter changes. `model` is of the checkpoint's class, on
-    the meta device, with its experts."""
+    """Tensors of a checkpoint that an adapter changes. `model` is of the checkpoint's class, on the
+    meta device, with its experts."""
 
     def __init__(
         self, config: LoraConfig, reader: StreamReader, model: Any, base: CheckpointFolder
@@ -72,7 +72,7 @@ class LoraTensors:
         self.stacks = matching.stacks.changes(self._wide)
         """Changes to stacks of experts."""
         self.keys = self._find_sources(model)
-        """The name in the checkpoint of each other tensor, by its name in the model."""
+        """Name in the checkpoint of each other changed tensor, by its name in the model."""
         for name in sorted(saved_gates(base.folder) & self._changes.keys()):
             raise ConfigError(
                 f"{config.folder} changes {name}, and {base.folder} has a pre-gate in its place, "
@@ -104,7 +104,7 @@ class LoraTensors:
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
-        """The changed tensor, not rounded to the dtype of the checkpoint."""
+        """Return the changed tensor, not rounded to the dtype of the checkpoint."""
         change = self._changes[name]
         if change.replacement is not None:
             weight = self._wide(change.replacement)
@@ -122,19 +122,19 @@ class LoraTensors:
 
     @torch.no_grad()
     def write_to(self, model: nn.Module) -> None:
-        """Changes a model that holds the tensors of the checkpoint, in its dtype."""
+        """Change a model that holds the tensors of the checkpoint, in its dtype."""
         tensors = dense_tensors(model)
         for name in self.keys:
             if name in tensors:  # else of an expert, which `change_expert` reads
                 tensors[name].copy_(self.read(name))
 
     def changes(self, name: str) -> bool:
-        """Whether a tensor of the model is changed."""
+        """Return whether a tensor of the model is changed."""
         return name in self._changes or name in self.stacks
 
     @torch.no_grad()
     def change_expert(self, name: str, expert: int | None, part: Tensor, read: Read) -> None:
-        """Writes the changed tensor of an expert, which `read` reads from the checkpoint."""
+        """Write the changed tensor of an expert, which `read` reads from the checkpoint."""
         if expert is None:  # a tensor of its own
             part.copy_(self.read(name))
             return
@@ -220,11 +220,12 @@ class _Matching:
         )
 
     def _owner(self, name: str) -> str:
-        """Name that patterns of ranks and alphas match: a module, or a targeted parameter."""
+        """Return the name that patterns of ranks and alphas match: a module, or a targeted
+        parameter."""
         return name if self._config.targets_parameter(name) else name.rpartition(".")[0]
 
     def _find(self, name: str, key: str) -> str:
-        """The name in the model, of which the adapter may have that of earlier transformers."""
+        """Return the name in the model; the adapter may have the name of earlier transformers."""
         renamed = name if name in self._tensors else self._rename(name)[0][0]
         if self.stacks.names(renamed):
             raise ConfigError(
@@ -241,7 +242,7 @@ class _Matching:
         return renamed
 
     def _check_alone(self, name: str) -> None:
-        """Raises for a tensor that other modules use too: the adapter is for one of them."""
+        """Raise for a tensor that other modules use too: the adapter is for one of them."""
         shared = [n for n, t in self._tensors.items() if t is self._tensors[name] and n != name]
         if shared:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of a LoRA adapter in peft's format: where it is found, and what it says."""
+"""Finds and reads `adapter_config.json` of a LoRA adapter in peft's format."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from overspill.models.huggingface.checks import ADAPTER_CONFIG, find_folder
 
 WEIGHTS = "adapter_model.safetensors"
 MATRIX_A, MATRIX_B = "lora_A.weight", "lora_B.weight"
-"""Ends of the names of tensors."""
+"""Ends of the names of an adapter's matrices."""
 _PICKLE = "adapter_model.bin"
 _MODELS = ("final", "best")
 """Folders of a run of `overspill finetune`, in the order of preference."""
@@ -29,7 +29,7 @@ _DESCRIPTIONS = frozenset({
     # peft takes it from the kind of each layer when it adds the adapter
     "fan_in_fan_out",
 })  # fmt: skip
-"""Settings that are read here, or that change training alone. All others must be unused."""
+"""Settings that are read here, or that only affect training. All others must be unused."""
 _SAFE_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initial weights of an adapter that leave its base as it is."""
 
@@ -56,11 +56,11 @@ class LoraConfig:
         return any(name == end or name.endswith(f".{end}") for end in self.target_parameters)
 
     def rank_of(self, module: str) -> int:
-        """The rank for a module, or for a parameter of `target_parameters`."""
+        """Return the rank for a module, or for a parameter of `target_parameters`."""
         return self.rank_pattern.get(_pattern_for(module, self.rank_pattern), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """The factor of B @ A."""
+        """Return the factor of B @ A."""
         alpha = self.alpha_pattern.get(_pattern_for(module, self.alpha_pattern), self.alpha)
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
@@ -73,7 +73,7 @@ class LoraConfig:
 
 
 def _pattern_for(module: str, patterns: Mapping[str, object]) -> str:
-    """The first pattern that the end of a module's name matches, as in peft."""
+    """Return the first pattern that the end of a module's name matches, as in peft."""
     return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), module)
 
 
@@ -81,8 +81,8 @@ def _pattern_for(module: str, patterns: Mapping[str, object]) -> str:
 
 
 def find_adapter(path_or_repo: str | os.PathLike[str]) -> Path:
-    """The local folder of an adapter. In a run of `overspill finetune --lora` it is that of the
-    final adapter, or before its end of the best one."""
+    """Return the local folder of an adapter. For a run of `overspill finetune --lora` it is the
+    folder of the final adapter, or before the run's end of the best adapter."""
     path = Path(path_or_repo).expanduser()
     folder = path if path.is_dir() else find_folder(path_or_repo)
     for each in (folder, *(folder / name for name in _MODELS)):
@@ -95,7 +95,7 @@ def find_adapter(path_or_repo: str | os.PathLike[str]) -> Path:
 
 
 def find_base(config: LoraConfig, given: str | os.PathLike[str] | None = None) -> Path:
-    """The local folder of the model that an adapter was trained on."""
+    """Return the local folder of the model that an adapter was trained on."""
     if given is not None:
         return find_folder(given)
     advice = (
@@ -122,7 +122,8 @@ def find_base(config: LoraConfig, given: str | os.PathLike[str] | None = None) -
 
 
 def read_lora_config(folder: Path) -> LoraConfig:
-    """The config of the adapter in `folder`. Raises for adapters that are not computed exactly."""
+    """Return the config of the adapter in `folder`. Raises for adapters that are not computed
+    exactly."""
     if not (folder / WEIGHTS).is_file():
         if (folder / _PICKLE).is_file():
             raise CheckpointError(
@@ -210,7 +211,7 @@ def _patterns(path: Path, raw: Mapping[str, Any], name: str) -> list[tuple[str, 
 
 
 def _targets(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Without modules that other settings leave out again."""
+    """Return the targeted modules, without modules that other settings exclude."""
     given = raw.get("target_modules")
     narrowed = any(raw.get(n) for n in ("exclude_modules", "layers_to_transform", "layers_pattern"))
     if narrowed or not isinstance(given, list):

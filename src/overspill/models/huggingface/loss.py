@@ -37,8 +37,8 @@ def causal_lm_loss(
     chunk_bytes: int = _CHUNK_BYTES,
     **kwargs: Any,
 ) -> Tensor:
-    """The result of `ForCausalLMLoss`, float32: the mean over the tokens that are not ignored, or
-    their sum divided by `num_items_in_batch`."""
+    """Return the result of `ForCausalLMLoss`, float32: the mean over the tokens that are not
+    ignored, or their sum divided by `num_items_in_batch`."""
     if shift_labels is None:
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -90,7 +90,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits_TV: Tensor, chunk_bytes: int) -> Iterator[slice]:
-    """Token rows whose float32 logits and probabilities fit into `chunk_bytes`."""
+    """Yield slices of token rows whose float32 logits and probabilities fit into `chunk_bytes`."""
     n_rows, vocab = logits_TV.shape
     step = max(1, chunk_bytes // (2 * 4 * vocab))
     for start in range(0, n_rows, step):

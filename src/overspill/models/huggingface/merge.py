@@ -21,9 +21,9 @@ from overspill.models.huggingface.checks import (
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
+from overspill.models.huggingface.merge_recipes import MergeRecipes
 from overspill.models.huggingface.packed.files import plain_specs, write_plain, write_plain_texts
-from overspill.models.huggingface.pregates import copy_pregates, sample
-from overspill.models.huggingface.recipes import Recipes
+from overspill.models.huggingface.pregate_file import copy_pregates, sample
 from overspill.models.huggingface.skeleton import model_class
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.tiers.aside import check_new, new_folder
@@ -48,9 +48,10 @@ class Merged:
     adapter: str
     base: str
     tensors: int
-    """Tensors of the model that the adapter has changed; all experts of a layer are two."""
+    """Number of tensors of the model that the adapter has changed; all experts of a layer count as
+    two."""
     bytes: int
-    """Size of the weights."""
+    """Size of the weights in bytes."""
 
 
 def merge(
@@ -76,7 +77,7 @@ def merge(
         CheckpointFolder(base_folder) as checkpoint,
         open_lora(folder, model_class(config), config, checkpoint) as lora,
     ):
-        recipes = Recipes(lora.model, lora.layers, checkpoint, lora)
+        recipes = MergeRecipes(checkpoint, lora)
         recipes.check_mergeable()
         dtype = checkpoint.plain_dtype(config)
         size = _plain_size(checkpoint, dtype)
@@ -126,7 +127,7 @@ def _write_texts(base: Path, config: Any, out: Path) -> None:
 
 
 def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
-    """Bytes of the files of the weights, packed ones unpacked."""
+    """Return the bytes of the files of the weights, with packed weights unpacked."""
     packed = checkpoint.packed.values()
     stored = {part for tensor in packed for part in tensor.parts.values()}
     more = sum(tensor.spec.numel * dtype.itemsize for tensor in packed)
@@ -138,21 +139,25 @@ def _plain_size(checkpoint: CheckpointFolder, dtype: torch.dtype) -> int:
 
 
 class _Weights:
-    """The files of the weights, of which some tensors are changed. Those of a packed checkpoint are
-    written in `dtype`."""
+    """Files of the weights, of which some tensors are changed. Packed weights are written in
+    `dtype`."""
 
     def __init__(
-        self, checkpoint: CheckpointFolder, lora: LoraTensors, recipes: Recipes, dtype: torch.dtype
+        self,
+        checkpoint: CheckpointFolder,
+        lora: LoraTensors,
+        recipes: MergeRecipes,
+        dtype: torch.dtype,
     ) -> None:
         self._checkpoint, self._lora, self._recipes = checkpoint, lora, recipes
         self._dtype = dtype
         self._samples: dict[str, Tensor] = {}
 
     def write(self, out: Path, size: int, progress: Progress) -> dict[str, Tensor]:
-        """Writes all files and then changes them. Returns samples of what has changed."""
+        """Write all files and then change them. Returns samples of the changed tensors."""
         checkpoint, done = self._checkpoint, 0
         rewritten = bool(checkpoint.packed) or checkpoint.gguf is not None
-        residents: dict[str, str] = {}
+        files: dict[str, str] = {}
         for file in checkpoint.files:
             name = checkpoint.plain_file(file)
             copy = out / name
@@ -160,18 +165,18 @@ class _Weights:
             if rewritten:
                 specs = plain_specs(checkpoint, file, self._dtype)
                 write_plain(checkpoint, specs, copy)
-                residents |= dict.fromkeys(specs, str(name))
+                files |= dict.fromkeys(specs, str(name))
             else:
                 shutil.copyfile(file, copy)
             replace_tensors(copy, self._changed(file))
             done += copy.stat().st_size
             progress("merging", done, size)
         if rewritten:
-            write_plain_texts(out, residents, size)
+            write_plain_texts(out, files, size)
         return self._samples
 
     def _changed(self, file: Path) -> Iterator[tuple[str, Tensor]]:
-        """The changed tensors of one file."""
+        """Yield the changed tensors of one file."""
         checkpoint = self._checkpoint
         for name, key in self._lora.keys.items():
             if checkpoint.file_of(key) == file:

@@ -1,4 +1,4 @@
-"""How to read a model's experts from a checkpoint, one expert at a time."""
+"""Reads a model's experts from a checkpoint, one expert at a time."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +12,7 @@ from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId
 from overspill.models.huggingface.conversion import (
     Sources,
-    model_conversions,
-    renamer,
-    reverted,
+    find_sources,
 )
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.lora import LoraTensors
@@ -25,18 +23,18 @@ from overspill.tiers.safetensors_stream import TensorSpec
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint, by name."""
+    """Tensors of a checkpoint, by name."""
 
     folder: Path
     specs: dict[str, TensorSpec]
     packed: dict[str, PackedTensor]
 
     def read(self, name: str, offset: int, out: Tensor) -> None:
-        """Fills `out`, in its dtype, with the elements of a tensor from `offset` on."""
+        """Fill `out`, in its dtype, with the elements of a tensor from `offset` on."""
 
 
 class Recipes:
-    """The sources of every expert tensor, checked before any memory is allocated."""
+    """Sources of every expert tensor, checked before any memory is allocated."""
 
     format = None
     ranks = NO_LOW_RANKS
@@ -49,8 +47,8 @@ class Recipes:
         lora: LoraTensors | None = None,
         adds_to_experts: bool = True,
     ) -> None:
-        """`lora` is an adapter that is added to the experts; only to those in tensors of their own
-        unless `adds_to_experts`."""
+        """`lora` is an adapter that is added to the experts. Without `adds_to_experts`, it is only
+        added to experts that are not in stacks."""
         self.model, self.layers, self.folder, self._lora = model, layers, folder, lora
         self._adds_to_stacks = adds_to_experts
         self._sources = self._match()
@@ -60,7 +58,7 @@ class Recipes:
                     self._check(layer, place, size)
 
     def _match(self) -> dict[str, Sources]:
-        """Renames all tensors of the checkpoint, and keeps those that become experts."""
+        """Return the sources of each tensor of experts."""
         from transformers.core_model_loading import dot_natural_key
 
         wanted = {
@@ -69,13 +67,10 @@ class Recipes:
             for index in range(layer.n_experts)
             for place in layer.places(index)
         }
-        rename, converters = renamer(self.model, wanted)
-        found: dict[str, Sources] = {}
-        for key in sorted(self.folder.specs, key=dot_natural_key):  # expert 10 follows expert 9
-            for target, pattern in rename(key):
-                if target in wanted:
-                    found.setdefault(target, Sources()).add(key, pattern, converters)
-        return found
+        keys = sorted(self.folder.specs, key=dot_natural_key)  # expert 10 follows expert 9
+        return find_sources(
+            self.model, wanted, keys, lambda _, targets: [t for t in targets if t.name in wanted]
+        )
 
     def _check(self, layer: HuggingFaceExperts, place: Place, size: tuple[int, ...]) -> None:
         folder, name = self.folder.folder, f"{layer.path}.{place.name}"
@@ -108,7 +103,7 @@ class Recipes:
     def _shape(
         self, sources: Sources, place: Place, name: str, size: tuple[int, ...]
     ) -> tuple[str, tuple[int, ...]]:
-        """A source of the tensor, and the shape that it gives the tensor."""
+        """Return a source of the tensor, and the shape that it gives the tensor."""
         specs = self.folder.specs
         if sources.converter is None:
             (key,) = sources.keys[""]
@@ -126,22 +121,23 @@ class Recipes:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that `fill` needs beside a record, where experts are converted while loading."""
+        """Bytes that `fill` needs besides a record, if experts are converted while loading."""
         layer = self.layers[0]
         return 2 * layer.shape.numel * layer.dtype.itemsize if self._copies else 0
 
     def name(self, expert: ExpertId, number: int) -> str:
-        """The name in the model of a tensor of an expert."""
+        """Return the name in the model of a tensor of an expert."""
         layer = self.layers[expert.layer]
         return f"{layer.path}.{layer.places(expert.index)[number].name}"
 
     def dtypes(self, expert: ExpertId) -> tuple[torch.dtype, ...]:
-        """The types of the tensors of an expert in the checkpoint, which hold all its values."""
+        """Return the types of the tensors of an expert in the checkpoint, which represent all its
+        values."""
         specs, layer = self.folder.specs, self.layers[expert.layer]
         found = []
         for place in layer.places(expert.index):
             sources = self._sources[f"{layer.path}.{place.name}"]
-            keys = [key for keys in sources.keys.values() for key in keys]
+            keys = sources.all_keys
             if sources.converter is not None and sources.merges and place.expert is not None:
                 keys = sources.parts(place.expert)
             found.append(functools.reduce(torch.promote_types, (specs[key].dtype for key in keys)))
@@ -149,29 +145,29 @@ class Recipes:
 
     @property
     def keys(self) -> list[str]:
-        """The tensors of the checkpoint with experts."""
-        return [key for s in self._sources.values() for keys in s.keys.values() for key in keys]
+        """Names of the tensors of the checkpoint with experts."""
+        return [key for sources in self._sources.values() for key in sources.all_keys]
 
     @property
     def converted(self) -> str | None:
-        """The name of a tensor of experts that the family's own code makes of the stored ones."""
-        made = (n for n, s in self._sources.items() if not (s.converter is None or s.merges))
+        """Name of a tensor of experts that the family's own code makes of stored tensors; None
+        without such a tensor."""
+        made = (name for name, sources in self._sources.items() if sources.is_converted)
         return next(made, None)
 
     @property
     def _copies(self) -> bool:
         return any(
             self._changes(name)
-            or not (sources.converter is None or sources.merges)
-            or any(key in self.folder.packed for key in keys)
-            or any(self.folder.specs[key].dtype != self.layers[0].dtype for key in keys)
+            or sources.is_converted
+            or any(key in self.folder.packed for key in sources.all_keys)
+            or any(self.folder.specs[key].dtype != self.layers[0].dtype for key in sources.all_keys)
             for name, sources in self._sources.items()
-            for keys in sources.keys.values()
         )
 
     def stored(self, expert: ExpertId) -> Iterator[tuple[int, str, int]]:
-        """The tensors of the checkpoint below each other in an expert's record: number of the
-        expert's tensor, name, index in a stack. Raises if they are not what the record has."""
+        """Yield the tensors of the checkpoint that follow each other in an expert's record: number
+        of the expert's tensor, name, index in a stack. Raises if the record needs other values."""
         layer = self.layers[expert.layer]
         for number, place in enumerate(layer.places(expert.index)):
             name = f"{layer.path}.{place.name}"
@@ -193,7 +189,7 @@ class Recipes:
                 )
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        """Reads one expert into its record."""
+        """Read one expert into its record."""
         layer = self.layers[expert.layer]
         parts = split_record(record, layer.shape)
         for place, part in zip(layer.places(expert.index), parts, strict=True):
@@ -205,13 +201,13 @@ class Recipes:
                 read(part)
 
     def _changes(self, name: str) -> bool:
-        """Whether the adapter is added to a tensor of experts."""
+        """Return whether the adapter is added to a tensor of experts."""
         if self._lora is None or (name in self._lora.stacks and not self._adds_to_stacks):
             return False
         return self._lora.changes(name)
 
     def _read(self, name: str, place: Place, part: Tensor) -> None:
-        """Reads one tensor of an expert."""
+        """Read one tensor of an expert."""
         sources = self._sources[name]
         if sources.converter is None:
             (key,) = sources.keys[""]
@@ -221,112 +217,6 @@ class Recipes:
         else:
             size = tuple(part.shape)
             part.copy_(self._convert(sources, place, name, size, self._read_new))
-
-    # -- merging an adapter ---------------------------------------------------------------------
-
-    def check_mergeable(self) -> None:
-        """Raises if changed experts cannot be written in the layout of the checkpoint."""
-        assert self._lora is not None
-        for layer in self.layers:
-            for place in layer.places(0):
-                name = f"{layer.path}.{place.name}"
-                if name in self._lora.stacks and not self._can_revert(layer, place, name):
-                    raise ConfigError(
-                        f"{self.folder.folder} stores {name} in another layout than the model, "
-                        "which overspill.merge does not support; load it with the adapter, and "
-                        "save that: "
-                        "overspill.save(overspill.load(base, adapter=adapter, train=False), out)"
-                    )
-
-    def _can_revert(self, layer: HuggingFaceExperts, place: Place, name: str) -> bool:
-        """Whether changed experts of a stack can take their place in the checkpoint: if the
-        family's own code makes them of another stack, it must be reversible."""
-        sources = self._sources[name]
-        if sources.converter is None or sources.merges:
-            return True
-        keys = [key for keys in sources.keys.values() for key in keys]
-        spec = self.folder.specs[keys[0]]
-        if len(keys) != 1 or place.expert is None or spec.shape[0] != layer.n_experts:
-            return False
-        number = [each.name for each in layer.places(0)].index(place.name)
-        part = torch.empty(layer.shape.sizes[number], dtype=spec.dtype)
-        self._read(name, place, part)
-        stored = self._read_new(spec.dtype, (1, *spec.shape[1:]), keys[0], 0)
-        back = reverted(self.model, self._conversions, {name: part[None]})
-        return back.keys() == {*keys} and torch.equal(back[keys[0]], stored)
-
-    @functools.cached_property
-    def _conversions(self) -> Sequence[Any]:
-        return model_conversions(self.model)
-
-    def changed(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the checkpoint with stacked experts that the adapter changes, one at a
-        time; of those that are `wanted`."""
-        assert self._lora is not None
-        for layer in self.layers:
-            for number, place in enumerate(layer.places(0)):
-                name = f"{layer.path}.{place.name}"
-                if name not in self._lora.stacks:
-                    continue
-                sources = self._sources[name]
-                if sources.converter is None:
-                    yield from self._changed_stack(name, wanted)
-                elif not sources.merges:
-                    yield from self._changed_converted(layer, number, name, wanted)
-                else:
-                    size = layer.shape.sizes[number]
-                    for expert in range(layer.n_experts):
-                        yield from self._changed_parts(name, expert, size, wanted)
-
-    def _changed_stack(
-        self, name: str, wanted: Callable[[str], bool]
-    ) -> Iterator[tuple[str, Tensor]]:
-        assert self._lora is not None
-        (key,) = self._sources[name].keys[""]
-        if wanted(key):
-            stack = torch.empty(self.folder.specs[key].shape, dtype=self.folder.specs[key].dtype)
-            self.folder.read(key, 0, stack)
-            for expert, part in enumerate(stack):
-                self._lora.change_expert(name, expert, part, functools.partial(_copy, part))
-            yield key, stack
-
-    def _changed_converted(
-        self, layer: HuggingFaceExperts, number: int, name: str, wanted: Callable[[str], bool]
-    ) -> Iterator[tuple[str, Tensor]]:
-        assert self._lora is not None
-        ((key,),) = self._sources[name].keys.values()
-        spec = self.folder.specs[key]
-        if not wanted(key):
-            return
-        stack = torch.empty(spec.shape, dtype=spec.dtype)
-        part = torch.empty(layer.shape.sizes[number], dtype=torch.float32)
-        for expert in range(layer.n_experts):
-            read = functools.partial(self._read, name, layer.places(expert)[number])
-            self._lora.change_expert(name, expert, part, read)
-            back = reverted(self.model, self._conversions, {name: part[None]})
-            stack[expert] = back[key][0]
-        yield key, stack
-
-    def _changed_parts(
-        self, name: str, expert: int, size: tuple[int, ...], wanted: Callable[[str], bool]
-    ) -> Iterator[tuple[str, Tensor]]:
-        assert self._lora is not None
-        sources, specs = self._sources[name], self.folder.specs
-        keys = sources.parts(expert)
-        if not any(map(wanted, keys)):
-            return
-        dtype = functools.reduce(torch.promote_types, (specs[key].dtype for key in keys))
-        part = torch.empty(size, dtype=dtype)
-        read = functools.partial(self._read_parts, sources, Place(name, expert))
-        self._lora.change_expert(name, expert, part, read)
-        flat, at = part.view(-1), 0
-        for key in keys:
-            piece = flat[at : at + specs[key].numel]
-            at += specs[key].numel
-            if wanted(key):
-                yield key, piece.view(specs[key].shape).to(specs[key].dtype)
-
-    # -- parts ----------------------------------------------------------------------------------
 
     def _read_parts(self, sources: Sources, place: Place, part: Tensor) -> None:
         assert place.expert is not None
@@ -344,7 +234,7 @@ class Recipes:
         size: tuple[int, ...],
         read: Callable[[torch.dtype, tuple[int, ...], str, int], Tensor],
     ) -> Tensor:
-        """Runs the family's converter on the tensors of one expert, as a stack of one."""
+        """Run the family's converter on the tensors of one expert, as a stack of one."""
         expert = place.expert or 0
 
         def tensors() -> Iterator[tuple[str, str, Tensor]]:
@@ -364,10 +254,6 @@ class Recipes:
         tensor = torch.empty(shape, dtype=dtype)
         self.folder.read(key, at, tensor)
         return tensor
-
-
-def _copy(source: Tensor, out: Tensor) -> None:
-    out.copy_(source)
 
 
 def _on_meta(dtype: torch.dtype, shape: tuple[int, ...], key: str, at: int) -> Tensor:

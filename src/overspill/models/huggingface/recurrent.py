@@ -1,8 +1,8 @@
-"""Models that keep a state of each sequence beside keys and values: linear attention, Mamba, short
+"""Models that keep a state of each sequence besides keys and values: linear attention, Mamba, short
 convolutions. Their modules compute a batch whose sequences are one row of tokens.
 
 A module of transformers takes the row for one sequence. Here it computes each sequence of several
-tokens by itself and those of one token together, with the states of their slots.
+tokens by itself, and all sequences of one token together, with the states of their slots.
 """
 
 import functools
@@ -30,38 +30,40 @@ _CACHE_ARGUMENTS = {
     "Qwen3_5MoeGatedDeltaNet": "cache_params",
     "ZayaCCAProjection": "past_key_values",
 }
-"""The argument that takes the cache, by the class of a module with states."""
+"""Name of the argument for the cache, by the class of a module with states."""
 _ONLY_ROWS = frozenset({"ZayaCCAProjection"})
-"""Classes whose results have a row for each token; others may give states beside the first."""
+"""Classes whose results all have a row for each token; others may return states after the first
+result."""
 TYPES = frozenset({
     "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
     "qwen3_next", "qwen3_5_moe_text", "zaya",
 })  # fmt: skip
-"""Model types whose states are all in these modules."""
+"""Model types with all their states in these modules."""
 
 _Key = tuple[str, int]
-"""The kind of a state of a module, and its number."""
+"""Kind of a state of a module, and its number."""
 States = dict[tuple[nn.Module, _Key], Tensor]
-"""A copy of the states of one sequence in host memory."""
+"""Copy of the states of one sequence in host memory."""
 
 
 _PINNED_COPIES = 8
-"""Copies of states for which host memory is pinned before they are made."""
+"""Number of copies of states for which host memory is pinned in advance."""
 
 
 class StateSpan(NamedTuple):
-    """The state of a sequence of a batch."""
+    """State of a sequence of a batch."""
 
     slot: int
     fresh: bool
-    """The sequence begins with the batch."""
+    """Whether the sequence begins with the batch."""
     copies: Sequence[tuple[int, States]] = ()
-    """Empty copies that a pass over several tokens fills, each after so many of them, in order."""
+    """Empty copies that a pass over several tokens fills, each after a number of tokens, in
+    order."""
 
 
 class RecurrentStates:
-    """States of up to `n_slots` sequences in all modules of a model, and a spare slot for rows that
-    only fill a batch up."""
+    """States of up to `n_slots` sequences in all modules of a model, with a spare slot for rows
+    that only fill a batch up."""
 
     def __init__(self, model: nn.Module, n_slots: int) -> None:
         self.spare = n_slots
@@ -74,7 +76,7 @@ class RecurrentStates:
         return sum(each.nbytes for each in self._every())
 
     def replaced(self) -> AbstractContextManager[None]:
-        """Within it, modules compute batches."""
+        """Context in which modules compute batches."""
         return replaced_attributes(
             (module, "forward", partial(self._compute, module, module.forward))
             for module in self._modules
@@ -83,7 +85,7 @@ class RecurrentStates:
     def begin(
         self, counts: Sequence[int], spans: Sequence[StateSpan], device: torch.device
     ) -> None:
-        """The next pass computes so many tokens of each sequence."""
+        """Prepare a pass over `counts` tokens of the sequences."""
         self._groups, single, start = [], [], 0
         for count, span in zip(counts, spans, strict=True):
             rows = torch.arange(start, start + count, device=device)[None]
@@ -98,18 +100,18 @@ class RecurrentStates:
             self._groups.append(_Group(rows, slots, False))
 
     def begin_step(self, slots_B: Tensor) -> None:
-        """The next pass computes one token of each of these sequences."""
+        """Prepare a pass over one token of each of these sequences."""
         rows = torch.arange(len(slots_B), device=slots_B.device)[:, None]
         self._groups = [_Group(rows, slots_B, False)]
 
     def of(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """The inputs of a module's convolution and its recurrent states, of each slot; a pass of
-        several tokens has been computed before."""
+        """Return the inputs of a module's convolution and its recurrent states, of each slot. A
+        pass over several tokens must have been computed before."""
         states = self._memory[module]
         return states["conv", 0], states["recurrent", 0]
 
     def save(self, slots_B: Tensor) -> list[Tensor]:
-        """Copies of the states of these slots."""
+        """Return copies of the states of these slots."""
         return [each[slots_B] for each in self._every()]
 
     def restore(self, slots_B: Tensor, saved: Sequence[Tensor]) -> None:
@@ -117,7 +119,7 @@ class RecurrentStates:
             memory[slots_B] = states
 
     def copy_out(self, slot: int) -> States:
-        """A copy of the states of a slot after all that has been computed or is on the stream."""
+        """Return a copy of the states of a slot, after all work on the stream."""
         return {
             (module, key): _to_host(each[slot])
             for module, states in self._memory.items()
@@ -125,7 +127,7 @@ class RecurrentStates:
         }
 
     def copy_in(self, slot: int, states: States) -> None:
-        """A sequence continues from these."""
+        """Let a sequence continue from a copy of states."""
         for (module, key), state in states.items():
             self._memory[module][key][slot].copy_(state, non_blocking=True)
 
@@ -133,7 +135,7 @@ class RecurrentStates:
         return [each for states in self._memory.values() for each in states.values()]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Release the memory."""
         self._memory.clear()
 
     def _compute(self, module: nn.Module, plain: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,11 +180,11 @@ class _Group(NamedTuple):
     slots_N: Tensor
     fresh: bool
     copy: States | None = None
-    """Gets the states after its tokens, if it is one sequence."""
+    """Copy that receives the states after the tokens, if the group is one sequence."""
 
 
 def _pieces(rows_1T: Tensor, span: StateSpan) -> Iterator[_Group]:
-    """The tokens of a sequence, divided where its states are copied."""
+    """Yield the tokens of a sequence, divided where its states are copied."""
     slots, fresh, start = torch.tensor([span.slot], device=rows_1T.device), span.fresh, 0
     for end, copy in (*span.copies, (rows_1T.shape[1], None)):
         if end > start:
@@ -191,7 +193,7 @@ def _pieces(rows_1T: Tensor, span: StateSpan) -> Iterator[_Group]:
 
 
 def _to_host(state: Tensor) -> Tensor:
-    """A copy in host memory, complete when the stream has come to it."""
+    """Return a copy in host memory, complete once the stream reaches this point."""
     host = torch.empty(state.shape, dtype=state.dtype, pin_memory=state.is_cuda)
     return host.copy_(state, non_blocking=True)
 
@@ -202,12 +204,12 @@ def states_bytes(states: States) -> int:
 
 @functools.cache
 def _signature(kind: Any) -> inspect.Signature:
-    """That of the class: an instance may have a `forward` around it."""
+    """Return the signature of the class's `forward`; the instance may have another around it."""
     return inspect.signature(kind.forward)
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module keeps a state of each sequence."""
+    """Return whether a module keeps a state of each sequence."""
     return type(module).__name__ in _CACHE_ARGUMENTS
 
 
@@ -216,8 +218,8 @@ def _find_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _merge(out: Any, found: Any, rows_NT: Tensor, n_rows: int, n_results: int = 1) -> Any:
-    """Puts the result of a group into its rows, or the first ones of several results; the others
-    are states, which nobody reads."""
+    """Write the results of a group to its rows. Of several results only the first ones are used;
+    the others are states, which are not read."""
     if isinstance(found, tuple):
         before = (None,) * len(found) if out is None else out
         merged = zip(before[:n_results], found, strict=False)
@@ -230,7 +232,7 @@ def _merge(out: Any, found: Any, rows_NT: Tensor, n_rows: int, n_results: int = 
 
 
 def _new_cache(module: Any) -> Any:
-    """A cache of transformers for one module, without states."""
+    """Return a cache of transformers for one module, without states."""
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
     class OneLayer(Cache):  # type: ignore[misc]
@@ -274,13 +276,13 @@ def _states(cache: Any) -> Iterator[tuple[_Key, Tensor]]:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Bytes of the states of one sequence; `model` may be on the meta device."""
+    """Return the bytes of the states of one sequence; `model` may be on the meta device."""
     return sum(state.nbytes for state in _example_states(model))
 
 
 def pin_copies(model: nn.Module, most: int) -> None:
-    """Pins host memory for the first copies of states, of up to `most` bytes together, which torch
-    keeps for them: a decoding step would wait for it."""
+    """Pin host memory for the first copies of states, up to `most` bytes together, which torch
+    keeps for them. Otherwise a decoding step would wait for it."""
     states = _example_states(model)
     count = min(_PINNED_COPIES, most // max(1, sum(state.nbytes for state in states)))
     made = [
@@ -292,7 +294,7 @@ def pin_copies(model: nn.Module, most: int) -> None:
 
 
 def _example_states(model: nn.Module) -> list[Tensor]:
-    """Those of one sequence."""
+    """Return states of one sequence as an example."""
     counts: Counter[Any] = Counter()
     kinds = {}
     for module in _find_modules(model):

@@ -19,13 +19,13 @@ TYPES = frozenset({"inkling_text"})
 
 
 class RelativeAttention:
-    """The attention of a model, as batches use it."""
+    """Attention of a model for batches."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[Any] = [m for m in model.modules() if hasattr(m, "rel_logits_proj")]
 
     def replaced(self) -> AbstractContextManager[None]:
-        """Within it, modules compute batches: positions are those of the current cache."""
+        """Context in which modules compute batches, with the positions of the current cache."""
         attentions = (
             (module, "forward", partial(_attend, module.forward)) for module in self._modules
         )
@@ -36,7 +36,7 @@ class RelativeAttention:
 
 
 class _Positions(NamedTuple):
-    """The cache of transformers, as attention modules ask it for positions."""
+    """Replacement of transformers' cache, from which attention modules read positions."""
 
     offset_T: Tensor
 
@@ -61,6 +61,6 @@ def _attend(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _bias(module: Any, states_1Thr: Tensor, *_: object) -> Tensor:
-    """By distance; keys farther away than all distances of the module have none."""
+    """Return the bias by distance; keys farther away than all distances of the module have none."""
     by_distance: Tensor = (states_1Thr @ module.proj).transpose(1, 2)
     return F.pad(by_distance, (0, 1))

@@ -1,4 +1,4 @@
-"""Attributes of modules that are others for a while."""
+"""Temporary replacement of attributes of modules."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ _MISSING = object()
 
 @contextmanager
 def replaced_attributes(replacements: Iterable[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """Within it, modules have these values in the place of their own attributes, or beside those of
-    their class. Afterwards they have what they had before."""
+    """Context in which modules have these values instead of their attributes, or hiding attributes
+    of their class. Afterwards they have their attributes again."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module, name, value in replacements:

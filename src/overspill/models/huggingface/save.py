@@ -19,7 +19,7 @@ from overspill.models.huggingface.checks import INDEX, SINGLE
 from overspill.models.huggingface.conversion import model_conversions
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.packed.config import MODELOPT
-from overspill.models.huggingface.pregates import FILE as PREGATES
+from overspill.models.huggingface.pregate_file import FILE as PREGATES
 from overspill.models.huggingface.shards import (
     METADATA,
     LayerTensors,
@@ -42,7 +42,7 @@ from overspill.tiers.safetensors_stream import StreamWriter
 
 _SHARD = "5GB"
 _WRITERS = 4
-"""Threads that convert and write."""
+"""Number of threads that convert and write."""
 
 
 def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _SHARD) -> None:
@@ -51,7 +51,7 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
     The layout is that of the original checkpoint. A model with pre-gates is written as the
     conventional one, with its pre-gates in a file beside it. For a model with `peft` adapters only
     these are written, as `peft` does. The checkpoint is written to a temporary folder and then
-    renamed. For a model with a mesh, all ranks must call this; `out` is that of the first one.
+    renamed. For a model with a mesh, all ranks must call this; the `out` of the first rank is used.
     """
     if hasattr(model, "get_base_model"):  # peft
         if pregate_level(model):
@@ -69,7 +69,7 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
         model.save_pretrained(out, max_shard_size=max_shard_size)
         engine = getattr(model, "overspill", None)  # None: not offloaded
         if not pregate_level(model) and (engine is None or is_first(engine)):
-            Path(out, PREGATES).unlink(missing_ok=True)  # those of a model that was there before
+            Path(out, PREGATES).unlink(missing_ok=True)  # pre-gates of an earlier model
 
 
 def save_pretrained(
@@ -79,8 +79,8 @@ def save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`model.save_pretrained` of an offloaded model. Of several ranks each writes its experts, and
-    the first one the rest."""
+    """`model.save_pretrained` of an offloaded model. Of several ranks, each writes its experts, and
+    the first writes the rest."""
     refused = {
         "state_dict": state_dict is not None,
         "push_to_hub": kwargs.get("push_to_hub"),
@@ -137,7 +137,8 @@ def save_pretrained(
 
 @torch.no_grad()
 def _whole_dense(model: Any) -> dict[str, Tensor]:
-    """The dense tensors; those that ranks divide are gathered, in host memory of the first one."""
+    """Return the dense tensors. Tensors that ranks divide are gathered in host memory of the first
+    rank."""
     dense: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}  # tied weights stay one tensor
     for name, value in dense_tensors(model).items():
@@ -149,7 +150,8 @@ def _whole_dense(model: Any) -> dict[str, Tensor]:
 
 
 def _temporary_path(out: Path) -> Path:
-    """Inside the folder if it exists: as a link or a mount it may be on another disk."""
+    """Return the path of the temporary folder. It is inside `out` if that exists, which may be on
+    another disk as a link or a mount."""
     return out / ".tmp-checkpoint" if out.is_dir() else out.parent / f".tmp-{out.name}"
 
 
@@ -165,7 +167,7 @@ def _check_room(out: Path, engine: Engine, model: Any) -> None:
 
 
 def _write_experts(model: Any, folder: Path, shard_bytes: int, stem: str) -> None:
-    """Adds the experts to a folder that holds the dense part, and an index over both."""
+    """Add the experts to a folder that holds the dense part, and an index over both."""
     engine: Engine = model.overspill
     conversions = model_conversions(model)
     layers = [
@@ -195,7 +197,7 @@ def _tensors_of(
     placeholder: ExpertPlaceholder | OthersPlaceholder,
     places: Places,
 ) -> LayerTensors:
-    """The experts of one layer; this process writes those that its engine holds."""
+    """Return the experts of one layer, of which this process writes the experts of its engine."""
     engine, layer = placeholder.engine, placeholder.layer
 
     def read(index: int, record: Tensor) -> None:
@@ -209,15 +211,15 @@ def _tensors_of(
 
 
 def _free_stem(out: Path) -> str:
-    """A prefix for the new shards that no existing shard has: an old checkpoint must stay complete
-    until the index names the new one."""
+    """Return a prefix for the new shards that no existing shard has: an old checkpoint must stay
+    complete until the index names the new one."""
     stems = itertools.chain(["model"], (f"model-{number}" for number in itertools.count(2)))
     return next(s for s in stems if not any(out.glob(f"{s}-?????-of-?????.safetensors")))
 
 
 def _move(temporary: Path, out: Path) -> None:
-    """Renames the folder, or its files if `out` exists: the index last, and after it the old shards
-    are removed. So a checkpoint is complete at any moment."""
+    """Rename the folder, or its files if `out` exists: the index last, and after it remove the old
+    shards. So a checkpoint is complete at any moment."""
     if not out.exists():
         os.rename(temporary, out)
         sync(out.parent)
@@ -237,5 +239,6 @@ def _move(temporary: Path, out: Path) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    """Whether a file is one of a checkpoint, not a user's file with a similar name."""
+    """Return whether a file belongs to a checkpoint, and is not a user's file with a similar
+    name."""
     return name == SINGLE or bool(re.fullmatch(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors", name))

@@ -1,8 +1,9 @@
 """Encoder-decoders that compute several sequences in one pass: Switch Transformers and NLLB-MoE.
 
 The sources of a batch are one row of tokens for the encoder, the tokens after them one row for the
-decoder. The modules of transformers take such a row for one sequence: here they learn which tokens
-see which, how far tokens are from each other, and that the keys of most sources are known already.
+decoder. The modules of transformers take such a row for one sequence: replaced attributes tell them
+which tokens see which, how far tokens are from each other, and that the keys of most sources are
+known already.
 
 Shapes: S tokens of sources, T tokens of the decoder, D model, h heads.
 """
@@ -30,8 +31,8 @@ def is_encoder_decoder(config: Any) -> bool:
 
 
 def check_served(config: Any, where: object) -> None:
-    """Raises for encoder-decoders whose tokens would depend on the other requests of a batch, or
-    that are not known."""
+    """Raise for encoder-decoders that are unknown, or whose tokens would depend on the other
+    requests of a batch."""
     kind = config.model_type
     if kind not in (_SWITCH, _NLLB):
         raise ConfigError(
@@ -58,7 +59,7 @@ def check_served(config: Any, where: object) -> None:
 
 
 class EncoderDecoder:
-    """A model of one of these families, as batches use it."""
+    """Model of one of these families for batches."""
 
     def __init__(self, model: Any, context: int) -> None:
         """`context` is the length of the longest sequence."""
@@ -68,7 +69,7 @@ class EncoderDecoder:
         self._positions: dict[nn.Module, Tensor] = {}
         experts = self._stacks[0].parameters()
         self.encoder_layers = sum(isinstance(each, ExpertPlaceholder) for each in experts)
-        """Layers of experts before those of the decoder."""
+        """Number of layers of experts before the layers of the decoder."""
         for stack, keys in zip(self._stacks, (Keys.TOGETHER, Keys.BEFORE), strict=True):
             self._assign_roles(stack, keys)
         if not self._switch:
@@ -123,8 +124,8 @@ class EncoderDecoder:
                     yield router, *replace_plain(router, around)
 
     def replaced(self) -> AbstractContextManager[None]:
-        """Within it, modules compute neither positions in the row nor biases by them, and experts
-        have their capacity for each source."""
+        """Context in which modules compute neither positions in the row nor biases by them, and
+        experts have their capacity for each source."""
         return replaced_attributes(self._replacements)
 
     def __call__(
@@ -134,8 +135,9 @@ class EncoderDecoder:
         sources: Sequence[Sequence[int]] = (),
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Logits after tokens at these positions of their sequences, or of some `rows` of them.
-        The encoder computes `sources`; the keys and values of all others are known."""
+        """Return the logits after tokens at these positions of their sequences, or only of some
+        `rows`. The encoder computes `sources`; the keys and values of all other sources are
+        known."""
         device = tokens_T.device
         given: dict[str, Any]
         if sources:
@@ -157,7 +159,7 @@ class EncoderDecoder:
         return logits
 
     def _some_rows(self, rows: Tensor | None) -> AbstractContextManager[object]:
-        """Within it, the head computes only these rows."""
+        """Context in which the head computes only these rows."""
         if rows is None:
             return nullcontext()
         head: nn.Module = self._model.get_output_embeddings()
@@ -169,7 +171,8 @@ class EncoderDecoder:
         positions_T: Tensor,
         sources: Sequence[Sequence[int]],
     ) -> None:
-        """As the modules count them: from the padding token's id on, which has that position."""
+        """Set positions in the numbering of the modules, which begins after the padding token's id;
+        padding has that id as its position."""
         encoder, decoder = (stack.embed_positions for stack in self._stacks)
         padding = decoder.padding_idx
         self._positions[decoder] = torch.where(
@@ -180,8 +183,8 @@ class EncoderDecoder:
             self._positions[encoder] = torch.cat(counted).to(tokens_T.device)
 
     def _drop_beyond(self, capacity: int, plain: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        """The result of a router that counts the tokens of an expert for each source, as
-        transformers does from 5.22 on; before, each token was a sequence of its own."""
+        """Return the result of a router that counts the tokens of an expert for each source, like
+        transformers from 5.22 on; before, each token was a sequence of its own."""
         result = plain(*args, **kw)
         (mask,) = whole_tensors(result)
         if mask.shape[-2] == 1 or max(self._lengths) <= capacity:
@@ -201,26 +204,27 @@ def _switch_routers(stack: Any) -> Iterator[Any]:
 
 
 def _count_tokens(source: Sequence[int], padding: int) -> Tensor:
-    """The positions of tokens; padding is not counted."""
+    """Return the positions of tokens; padding is not counted."""
     real = torch.tensor(source) != padding
     return torch.where(real, real.cumsum(0) + padding, padding)
 
 
 def _extend(module: Any, context: int) -> None:
-    """Positions for sequences of `context` tokens: modules make more when they meet one."""
+    """Extend the table of positions to sequences of `context` tokens. Otherwise modules extend it
+    when they meet one."""
     needed = module.padding_idx + 1 + context
     if needed > module.weights.size(0):
         module.make_weights(needed + module.offset, module.embedding_dim, module.padding_idx)
 
 
 def _no_bias(module: Any, *_: Any, **__: Any) -> Tensor:
-    """In the place of a bias for one sequence."""
+    """Return an empty bias, in the place of the bias for one sequence."""
     weight: Tensor = module.relative_attention_bias.weight
     return weight.new_empty(0)
 
 
 def _known_sources(decoder: Any, like: Tensor) -> Any:
-    """A cache that says that the keys of sources are known, and keeps nothing."""
+    """Return a cache that reports the keys of sources as known, and stores nothing."""
     from transformers.cache_utils import EncoderDecoderCache
 
     heads, width = _heads(decoder)
@@ -240,7 +244,7 @@ def _known_sources(decoder: Any, like: Tensor) -> Any:
 
 
 class _Kept:
-    """Keys and values of a decoder whose attention finds them elsewhere."""
+    """Cache of keys and values of a decoder whose attention reads them from the current cache."""
 
     def __init__(self, nothing: Tensor, n_layers: int) -> None:
         self.layers = [self] * n_layers
@@ -255,7 +259,7 @@ def _blocks(decoder: Any) -> Any:
 
 
 def _heads(decoder: Any) -> tuple[int, int]:
-    """Heads of keys, and their width."""
+    """Return the number of heads of keys, and their width."""
     block = _blocks(decoder)[0]
     if hasattr(decoder, "block"):
         own = block.layer[0].SelfAttention
@@ -264,8 +268,8 @@ def _heads(decoder: Any) -> tuple[int, int]:
 
 
 def cache_elements(model: Any) -> int:
-    """Elements of the keys and values of one token in all layers of the decoder. Those of a token
-    of a source have the same place."""
+    """Return the number of elements of the keys and values of one token in all layers of the
+    decoder. A token of a source takes as much."""
     decoder = model.get_decoder()
     heads, width = _heads(decoder)
     return 2 * len(_blocks(decoder)) * heads * width

@@ -1,4 +1,5 @@
-"""The files of a checkpoint: experts under their names in it, cut into shards, and the index.
+"""Files of a checkpoint: shards with the experts under their names in the checkpoint, and the
+index.
 
 The dense part is written by transformers before; the experts follow, one record at a time.
 """
@@ -26,7 +27,7 @@ METADATA = {"format": "pt"}
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """The experts of one layer, under their names in the checkpoint."""
+    """Experts of one layer, under their names in the checkpoint."""
 
     model: Any
     conversions: Sequence[Any]
@@ -37,9 +38,9 @@ class LayerTensors:
     places: Places
     n_experts: int
     here: Sequence[int]
-    """The experts that this process writes."""
+    """Experts that this process writes."""
     read: Callable[[int, Tensor], None]
-    """Fills a record with the weights of one expert; called by several threads."""
+    """Function that fills a record with the weights of one expert; called by several threads."""
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -53,7 +54,7 @@ class LayerTensors:
         return {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in reverted.items()}
 
     def pieces(self, index: int) -> Iterator[tuple[str, int, Tensor]]:
-        """(name, offset, values) of one expert in the checkpoint."""
+        """Yield (name, offset, values) of one expert in the checkpoint."""
         record = torch.empty(self.shape.numel, dtype=self.dtype)
         self.read(index, record)
         parts = split_record(record, self.shape)
@@ -66,7 +67,7 @@ class LayerTensors:
             for key, value in self._reverted({name: part}).items():
                 yield key, 0, value
             return
-        # converted as a stack of one expert, whose names are those of expert 0
+        # converted as a stack of one expert, which has the names of expert 0
         specs = self.specs
         order = list(specs)
         for key, value in self._reverted({name: part.unsqueeze(0)}).items():
@@ -80,8 +81,8 @@ class LayerTensors:
 
 
 def write_index(folder: Path, shards: Sequence[dict[str, TensorSpec]], stem: str) -> list[str]:
-    """Numbers the files of the dense part and writes an index over them and the shards, whose names
-    are returned."""
+    """Number the files of the dense part and write an index over them and the shards. Returns the
+    names of the shards."""
     weight_map = _dense_files(folder)
     dense = sorted(set(weight_map.values()))
     count = len(dense) + len(shards)
@@ -109,8 +110,9 @@ def write_shards(
     shared: bool = False,
     written: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Writes layer by layer, and closes each file after its last layer. With `shared`, the files
-    exist and other processes write to them too. `written` gets the bytes of each record."""
+    """Write layer by layer, and close each file after its last layer. With `shared`, the files
+    exist and other processes write to them too. `written` is called with the bytes of each
+    record."""
     writers: dict[str, StreamWriter] = {}
     files = {key: name for name, specs in shards.items() for key in specs}
     left = {name: len(specs) for name, specs in shards.items()}
@@ -137,7 +139,7 @@ def write_shards(
 
 
 def cut(layers: Sequence[LayerTensors], shard_bytes: int) -> list[dict[str, TensorSpec]]:
-    """Tensors in the order of layers, in files of about `shard_bytes`."""
+    """Divide the tensors, in the order of layers, into files of about `shard_bytes`."""
     shards: list[dict[str, TensorSpec]] = []
     size = shard_bytes + 1
     for layer in layers:
@@ -151,7 +153,7 @@ def cut(layers: Sequence[LayerTensors], shard_bytes: int) -> list[dict[str, Tens
 
 
 def _dense_files(folder: Path) -> dict[str, str]:
-    """Tensor → file of the dense part."""
+    """Return the file of each tensor of the dense part."""
     if (folder / INDEX).is_file():
         found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         return found

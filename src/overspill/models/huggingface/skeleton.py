@@ -1,4 +1,4 @@
-"""A transformers model without its experts, which transformers itself loads or initializes."""
+"""Transformers models without their experts, which transformers itself loads or initializes."""
 
 import re
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 import torch
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.experts import DictionaryExperts, HuggingFaceExperts
+from overspill.models.huggingface.find_experts import find_experts
 
 
 class Skeleton:
-    """Makes a subclass of `plain` whose models lose their experts' parameters in the constructor.
+    """Subclass of `plain` whose models lose their experts' parameters in the constructor.
     transformers constructs models on the meta device, so these never take memory."""
 
     def __init__(self, plain: Any, train: bool) -> None:
         self.layers: list[HuggingFaceExperts] = []
-        """The experts modules of the constructed model, without parameters."""
+        """Experts modules of the constructed model, without parameters."""
         self.plain = plain
-        """The class of transformers."""
+        """Class of transformers."""
         skeleton = self
 
         class Made(plain):  # type: ignore[misc]
@@ -42,13 +42,13 @@ class Skeleton:
         self.model_class: Any = Made
 
     def restore(self, model: Any) -> None:
-        """Gives the model its original class."""
+        """Give the model its original class."""
         del model._keys_to_ignore_on_load_unexpected
         model.__class__ = self.plain
 
 
 def meta_model(config: Any) -> Any:
-    """The model of a config, with parameters that take no memory."""
+    """Return the model of a config, with parameters that take no memory."""
     kind = model_class(config)
     try:
         with torch.device("meta"):
@@ -62,7 +62,7 @@ def meta_model(config: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The model class, with its head, that a config names."""
+    """Return the model class, with its head, that a config names."""
     import transformers
 
     for name in getattr(config, "architectures", None) or ():

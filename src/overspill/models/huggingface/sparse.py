@@ -2,8 +2,8 @@
 (DeepSeek-V3.2, GLM-5 and others). Their modules compute a batch whose sequences are one row.
 
 A module of transformers takes the row for one sequence. Here each sequence of several tokens has
-its own call of the indexer, those of one token have one together, and the keys of the indexer are
-in the cache beside those of attention.
+its own call of the indexer, all sequences of one token share a call, and the keys of the indexer
+are in the cache beside the keys of attention.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,24 @@ from overspill.models.attention_cache import BATCH_RUNS, Indexer, current_cache
 from overspill.models.huggingface.replaced import replaced_attributes
 
 TYPES = frozenset({"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"})
-"""Model types whose attention modules have such an indexer, or use that of an earlier layer."""
+"""Model types whose attention modules have such an indexer, or use the indexer of an earlier
+layer."""
 
 
 def index_width(module: nn.Module) -> int:
-    """The width of the keys of an indexer; 0 for other modules."""
+    """Return the width of the keys of an indexer; 0 for other modules."""
     return int(module.head_dim) if hasattr(module, "index_topk") else 0  # type: ignore[arg-type]
 
 
 class SparseAttention:
-    """The attention of a model, as batches use it."""
+    """Attention of a model for batches."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [module for module in model.modules() if hasattr(module, "indexer")]
 
     def replaced(self) -> AbstractContextManager[None]:
-        """Within it, modules compute batches: the current cache keeps the keys of indexers."""
+        """Context in which modules compute batches, and the current cache keeps the keys of
+        indexers."""
         attentions = (
             (module, "forward", partial(_without_mask, module.forward)) for module in self._modules
         )
@@ -44,13 +46,14 @@ class SparseAttention:
 
 
 def _without_mask(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Attention modules take a part of the mask for the indexer, which has one of its own here."""
+    """Call an attention module without a mask, of which it would pass a part to the indexer; the
+    indexer has its own mask here."""
     kwargs["attention_mask"] = torch.empty(1, 1, 0, 0)
     return plain(*args, **kwargs)
 
 
 class _Keys(NamedTuple):
-    """The cache of transformers, as an indexer uses it."""
+    """Replacement of transformers' cache for an indexer."""
 
     store: Callable[[Tensor], Tensor]
 
@@ -67,7 +70,7 @@ def _choose(
     *_: object,
     **__: object,
 ) -> Any:
-    """The keys that the tokens of a batch see, as the current cache wants to be told."""
+    """Return the keys that the tokens of a batch see, in the form of the current cache."""
     cache = current_cache()
     if cache is None:
         raise OrderError(BATCH_RUNS)

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.models.huggingface.conversion import Sources, renamer
+from overspill.models.huggingface.conversion import Sources, Target, find_sources
 from overspill.moe.state_dict import PartialStack, dense_tensors, expert_sizes
 
 Given = Tensor | PartialStack
 
 
 def accept_checkpoint_names(model: nn.Module) -> None:
-    """Makes `model.load_state_dict` accept the names of a checkpoint as well as its own."""
+    """Make `model.load_state_dict` accept the names of a checkpoint as well as its own."""
     model.register_load_state_dict_pre_hook(_translate)
 
 
 def _translate(model: nn.Module, state_dict: dict[str, Any], prefix: str, *other: object) -> None:
-    """Replaces the names of a checkpoint by those of the model, before any tensor is loaded."""
+    """Replace the names of a checkpoint by the names of the model, before any tensor is loaded."""
     given = {
         key.removeprefix(prefix): value
         for key, value in state_dict.items()
@@ -40,13 +40,15 @@ def _translate(model: nn.Module, state_dict: dict[str, Any], prefix: str, *other
 
 
 class _Translation:
-    """From the names of a checkpoint to those of the model, whose tensors have `sizes`."""
+    """Translation of the names of a checkpoint to the names of the model, whose tensors have
+    `sizes`."""
 
     def __init__(self, model: Any, sizes: Mapping[str, tuple[int, ...]], experts: Any) -> None:
         self.model, self.sizes, self.experts = model, sizes, experts
 
     def translate(self, given: Mapping[str, Tensor]) -> dict[str, Given]:
-        """Unknown names are kept; torch reports them as unexpected."""
+        """Return the tensors by names of the model. Unknown names are kept; torch reports them as
+        unexpected."""
         made: dict[str, Given] = {}
         others = {}
         for key, value in given.items():
@@ -59,28 +61,26 @@ class _Translation:
         return made
 
     def _match(self, given: Mapping[str, Tensor], made: dict[str, Given]) -> dict[str, Sources]:
-        """The sources of each tensor of the model; unknown tensors are added to `made`."""
-        found: dict[str, Sources] = {}
-        if not given:
-            return found
-        rename, converters = renamer(self.model, set(self.experts))
-        for key, value in given.items():
-            target, pattern = rename(key)[0]
+        """Return the sources of each tensor of the model; unknown tensors are added to `made`."""
+
+        def choose(key: str, targets: list[Target]) -> list[Target]:
+            name, pattern = targets[0]  # its converter makes the other targets too
             if pattern is not None and key in self.sizes and self._square(key):
                 raise _load_error(self.model, [_ambiguous(key)])
-            if target not in self.sizes or _expert(key) >= self._n_experts(target, pattern):
-                made[key] = value
-            else:
-                found.setdefault(target, Sources()).add(key, pattern, converters)
-        return found
+            if name in self.sizes and _expert(key) < self._n_experts(name, pattern):
+                return targets[:1]
+            made[key] = given[key]
+            return []
+
+        return find_sources(self.model, set(self.experts), given, choose) if given else {}
 
     def _square(self, key: str) -> bool:
-        """Whether the shape of an expert's tensor does not show if it is transposed."""
+        """Return whether the shape of an expert's tensor does not show if it is transposed."""
         size = self.sizes[key]
         return key in self.experts and len(size) > 2 and size[-1] == size[-2]
 
     def _n_experts(self, target: str, pattern: str | None) -> float:
-        """The number of experts, if the checkpoint numbers them."""
+        """Return the number of experts if the checkpoint numbers them, else infinity."""
         numbered = pattern is not None and "*" in pattern and target in self.experts
         return self.sizes[target][0] if numbered else float("inf")
 
@@ -92,7 +92,7 @@ class _Translation:
         return self._convert(target, sources, given)
 
     def _merge(self, target: str, sources: Sources, given: Mapping[str, Tensor]) -> PartialStack:
-        """The given experts; each consists of equal parts, one below the other."""
+        """Return the given experts; each consists of equal parts, one below the other."""
         n_experts, height, *width = self.sizes[target]
         patterns = sources.converter.source_patterns
         stack = PartialStack((n_experts, height, *width))
@@ -111,7 +111,7 @@ class _Translation:
     def _convert(
         self, target: str, sources: Sources, given: Mapping[str, Tensor]
     ) -> dict[str, Given]:
-        """Runs the family's converter, which needs all of its sources at once."""
+        """Run the family's converter, which needs all of its sources at once."""
         tensors = (
             (key, pattern, given[key])
             for pattern, keys in sources.keys.items()
@@ -130,7 +130,7 @@ class _Translation:
 
 
 def _expert(key: str) -> int:
-    """The index of an expert: the last number in the name."""
+    """Return the index of an expert: the last number in the name."""
     numbers = re.findall(r"\.(\d+)\.", key)
     return int(numbers[-1]) if numbers else 0
 
@@ -141,7 +141,7 @@ def _check(
     sizes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, Given],
 ) -> None:
-    """Raises if a tensor has a wrong size, before anything is written."""
+    """Raise if a tensor has a wrong size, before anything is written."""
     wrong = [
         _mismatch(prefix + name, value.shape, sizes[name])
         for name, value in given.items()
@@ -166,7 +166,7 @@ def _ambiguous(name: str) -> str:
 
 
 def _incomplete(target: str, sources: Sources, reason: str) -> str:
-    given = sum(len(keys) for keys in sources.keys.values())
+    given = len(sources.all_keys)
     return (
         f"{target} is made of {', '.join(sources.converter.source_patterns)}, which must be in one "
         f"state dict; {given} of them are given: {reason}; overspill.load(folder) reads them from "
@@ -175,7 +175,7 @@ def _incomplete(target: str, sources: Sources, reason: str) -> str:
 
 
 def _load_error(model: nn.Module, messages: list[str]) -> RuntimeError:
-    """The error of torch's load_state_dict."""
+    """Return the error of torch's load_state_dict."""
     return RuntimeError(
         f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(messages)
     )

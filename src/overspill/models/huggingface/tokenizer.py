@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint."""
+"""Opens the tokenizer of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from overspill.models.huggingface.gguf.tokenizer import make_tokenizer
 
 
 def open_tokenizer(folder: Path, **languages: str) -> Any:
-    """The tokenizer in the folder of a checkpoint or of a GGUF file, or else in the metadata of the
-    file. transformers raises many types."""
+    """Return the tokenizer in the folder of a checkpoint or of a GGUF file, or else in the metadata
+    of the file. transformers raises many types of exceptions."""
     if has_tokenizer_files(folder):
         from transformers import AutoTokenizer
 

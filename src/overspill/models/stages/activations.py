@@ -1,8 +1,9 @@
-"""Activations and gradients that wait in host memory until their micro-batch returns."""
+"""Activations and gradients that wait, on the device or in host memory, until their micro-batch
+returns."""
 
 import itertools
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,13 @@ from overspill.moe.pregate import NotedCopy, Notes, notes_of
 from overspill.transfer.work_stream import Arrival
 
 SMALL = 1 << 16
-"""Activations of fewer bytes stay on the device: a copy takes longer than it is worth."""
+"""Default size in bytes below which activations stay on the device, because a copy costs more than
+the memory is worth."""
 
 
 @dataclass(eq=False)
 class Parked:
-    """A tensor in host memory, or on its way there or back."""
+    """Tensor in host memory, or in a copy there or back."""
 
     leaving: Arrival
     version: int
@@ -30,7 +32,8 @@ class Parked:
         return self.leaving.result
 
     def settle(self) -> None:
-        """The compute stream waits until the copy is complete; the memory on the device is free."""
+        """Let the compute stream wait until the copy is complete; the memory on the device is then
+        free."""
         source = self.leaving.source
         if source is not None and source._version != self.version:
             raise OrderError(
@@ -42,19 +45,48 @@ class Parked:
 
 @dataclass(eq=False)
 class _Saved:
-    """A tensor that autograd has saved."""
+    """Tensor that autograd has saved."""
 
     kept: Tensor | Parked
     notes: Notes
-    """Of the tensor; a block may add to them after it was saved."""
+    """Notes of the tensor; a block may add to them after it was saved."""
     copy: NotedCopy | None = None
-    """What autograd has got back, and its notes."""
+    """Tensor that autograd has received back, with its notes."""
 
 
-class ParkedActivations:
-    """Parks what autograd saves, and what passes from one stage to the next. The device holds what
-    belongs to two micro-batches of a stage: one that computes, and one whose copies run beside
-    it."""
+class Activations:
+    """Activations of micro-batches, all of which stay on the device."""
+
+    def park(self, tensor: Tensor, label: str) -> Tensor | Parked:
+        """Keep a tensor, which must not be changed any more, until it is taken."""
+        return tensor
+
+    def take(self, kept: Tensor | Parked) -> Tensor:
+        """Return a kept tensor on the device."""
+        assert isinstance(kept, Tensor)
+        return kept
+
+    def saving(self, key: Hashable) -> AbstractContextManager[None]:
+        """Context of a block whose saved activations are kept until `forget(key)`."""
+        return nullcontext()
+
+    def advance(self) -> None:
+        """Note that a micro-batch has passed a stage."""
+
+    def restore(self, key: Hashable) -> None:
+        """Prepare the backward of a block."""
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the tensors saved in a block, whose backward is over."""
+
+    def clear(self) -> None:
+        """Drop all tensors at the end of a step, also of one that has failed."""
+
+
+class ParkedActivations(Activations):
+    """Parks in host memory the tensors that autograd saves, and the tensors that pass between
+    stages. The device holds the tensors of two micro-batches of a stage: one that computes, and one
+    whose copies run beside it."""
 
     def __init__(self, copies: HostCopies, small: int = SMALL) -> None:
         """Activations of fewer than `small` bytes stay on the device."""
@@ -64,34 +96,38 @@ class ParkedActivations:
         self._previous: list[Parked] = []
 
     def park(self, tensor: Tensor, label: str) -> Parked:
-        """Copies a tensor to host memory; it must not be changed any more."""
+        """Copy a tensor, which must not be changed any more, to host memory."""
         parked = Parked(self._copies.to_host(tensor, label), tensor._version)
         self._current.append(parked)
         return parked
 
     def prefetch(self, parked: Parked) -> None:
-        """Begins to copy it back."""
+        """Begin to copy a parked tensor back."""
         if parked.returning is None:
             parked.settle()
             parked.returning = self._copies.to_device(parked.host, "restore")
 
-    def take(self, parked: Parked) -> Tensor:
-        """The tensor on the device."""
-        self.prefetch(parked)
-        assert parked.returning is not None
-        return parked.returning.wait()
+    def take(self, kept: Tensor | Parked) -> Tensor:
+        """Return a parked tensor on the device, or a tensor that was not parked."""
+        if isinstance(kept, Tensor):
+            return kept
+        self.prefetch(kept)
+        assert kept.returning is not None
+        return kept.returning.wait()
 
     def advance(self) -> None:
-        """A micro-batch has passed a stage: what the one before it has left leaves the device."""
+        """Note that a micro-batch has passed a stage. The tensors that the micro-batch before it
+        has parked leave the device."""
         for parked in self._previous:
             parked.settle()
         self._previous, self._current = self._current, []
 
-    # -- what autograd saves ----------------------------------------------------------------
+    # -- tensors that autograd saves ----------------------------------------------------------
 
     @contextmanager
     def saving(self, key: Hashable) -> Iterator[None]:
-        """Parks all large activations that are saved in the block, until `forget(key)`."""
+        """Context of a block in which all large saved activations are parked, until
+        `forget(key)`."""
         saved = self._saved[key] = []
         known: dict[Hashable, Parked] = {}
 
@@ -110,7 +146,7 @@ class ParkedActivations:
         def unpack(found: Tensor | _Saved) -> Tensor:
             if isinstance(found, Tensor):
                 return found
-            tensor = found.kept if isinstance(found.kept, Tensor) else self.take(found.kept)
+            tensor = self.take(found.kept)
             if found.copy is None and found.notes:  # autograd makes another tensor of it
                 found.copy = NotedCopy(tensor, found.notes)
             return tensor
@@ -120,17 +156,17 @@ class ParkedActivations:
         known.clear()  # from here on the memory may be used for something else
 
     def restore(self, key: Hashable) -> None:
-        """Begins to copy back what was saved in a block, the last first."""
+        """Begin to copy back the tensors saved in a block, the last first."""
         for parked in reversed(self._saved.get(key, ())):
             self.prefetch(parked)
 
     def forget(self, key: Hashable) -> None:
-        """The backward of a block is over."""
+        """Drop the tensors saved in a block, whose backward is over."""
         self._saved.pop(key, None)
 
     def clear(self) -> None:
-        """At the end of a step, also one that has failed: waits for all copies, whose memory is
-        freed."""
+        """Wait for all copies and free their memory, at the end of a step, also of one that has
+        failed."""
         saved = itertools.chain.from_iterable(self._saved.values())
         for parked in (*self._previous, *self._current, *saved):
             parked.leaving.wait()
@@ -141,6 +177,6 @@ class ParkedActivations:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Not a weight, a view of one, or an index."""
+    """Return whether a saved tensor is an activation: not a weight, a view of one, or an index."""
     base = tensor if tensor._base is None else tensor._base
     return base.is_floating_point() and not (base.is_leaf and base.requires_grad)

@@ -1,4 +1,4 @@
-"""The blocks of a model, and how one of its forwards passes only some of them."""
+"""The blocks of a model, and forwards of the model that run only some of them."""
 
 import functools
 import pickle
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError
-from overspill.models.expert_layers import experts_paths
 from overspill.models.gpt import Block, GPTMoE
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.moe.pregate import Ahead, map_tensors, put_ahead, results_ahead
 
 _MARK = "_overspill_stage"
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """The paths of the decoder blocks, lowest first: the elements of the outermost list of modules
-    that has the experts."""
+    """Return the paths of the decoder blocks, lowest first: the elements of the outermost list of
+    modules that has the experts."""
     if isinstance(model, GPTMoE):
         return [f"blocks.{number}" for number in range(len(model.blocks))]
     config: Any = getattr(model, "config", None)
@@ -65,10 +65,10 @@ class Passing:
     """Tensors of a micro-batch between two stages."""
 
     tensors: Sequence[Tensor]
-    """Hidden states, then what the balance loss needs of the blocks so far (the logits of each
-    router; of a GPT-MoE the losses of all blocks, as one tensor), then results of pre-gates."""
+    """Hidden states, then the inputs of the balance loss from the blocks so far (the logits of each
+    router; for a GPT-MoE the losses of all blocks, as one tensor), then results of pre-gates."""
     ahead: Ahead = field(default_factory=list)
-    """The form of these results, with tensors on the meta device."""
+    """Form of the results of pre-gates, with tensors on the meta device."""
 
     @classmethod
     def of(cls, hidden: Tensor, recorded: Sequence[Tensor], ahead: Ahead) -> "Passing":
@@ -76,13 +76,14 @@ class Passing:
         return cls([hidden, *recorded, *_tensors(ahead)], form)
 
     def split(self) -> tuple[Tensor, Sequence[Tensor], Ahead]:
-        """Hidden states, what the balance loss needs, and results of pre-gates."""
+        """Return hidden states, inputs of the balance loss, and results of pre-gates."""
         end = len(self.tensors) - len(_tensors(self.ahead))
         results = iter(self.tensors[end:])
         return self.tensors[0], self.tensors[1:end], _map_ahead(self.ahead, lambda _: next(results))
 
     def message(self) -> list[Tensor]:
-        """All of it as tensors, for another rank: the form of results of pre-gates comes last."""
+        """Return everything as tensors, for another rank; the form of results of pre-gates comes
+        last."""
         if not self.ahead:
             return [*self.tensors]
         form = bytearray(pickle.dumps(self.ahead))
@@ -112,8 +113,8 @@ def _tensors(ahead: Ahead) -> list[Tensor]:
 
 
 class EndOfStage(BaseException):
-    """Ends the forward of a model after the last block of a stage. No Exception, which the model
-    might handle."""
+    """Raised to end the forward of a model after the last block of a stage. Not an Exception, which
+    the model might handle."""
 
     def __init__(self, passing: Passing) -> None:
         super().__init__()
@@ -122,14 +123,14 @@ class EndOfStage(BaseException):
 
 @dataclass
 class _Running:
-    """A forward through the blocks of a stage."""
+    """State of a forward through the blocks of a stage."""
 
     blocks: range
     incoming: Passing | None
     balances: list[Tensor]
-    """Of a GPT-MoE: the balance losses of the blocks so far that have one."""
+    """Balance losses of the blocks of a GPT-MoE so far."""
     skipped: Iterator[Tensor]
-    """Those of blocks that are still to be skipped."""
+    """Balance losses of blocks that are still to be skipped."""
 
 
 class StagedBlocks:
@@ -178,7 +179,7 @@ class StagedBlocks:
     def call(
         self, number: int, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A block is called by the model."""
+        """Compute or skip a block that the model calls."""
         running: _Running | None = getattr(self._local, "running", None)
         if running is None:
             return plain(*args, **kwargs)
@@ -212,14 +213,14 @@ class StagedBlocks:
         return result
 
     def close(self) -> None:
-        """Gives the blocks their classes back."""
+        """Restore the classes of the blocks."""
         for block in self._blocks:
             del block.__dict__[_MARK]
             block.__class__ = type(block).__mro__[1]
 
 
 def _recorded_logits() -> list[Tensor]:
-    """The logits of routers that the running forward has recorded for its balance loss."""
+    """Return the logits of routers that the running forward has recorded for its balance loss."""
     from transformers.utils.output_capturing import _active_collector
 
     recorded = _active_collector.get()
@@ -227,7 +228,8 @@ def _recorded_logits() -> list[Tensor]:
 
 
 def _staged(plain: type[nn.Module]) -> type[nn.Module]:
-    """A class of blocks that ask before they compute, outside of their recomputation."""
+    """Return a subclass of a block's class whose calls go through `StagedBlocks.call`, except in
+    recomputations."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         number, find = self.__dict__[_MARK]
@@ -254,8 +256,8 @@ class _Entry(torch.autograd.Function):
 
 
 def entering(hidden: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
-    """Hidden states as the input of a stage: a backward ends there, and `receive` gets their
-    gradient. Nothing holds the hidden states themselves."""
+    """Return hidden states as the input of a stage: a backward ends there, and `receive` is called
+    with their gradient. Nothing keeps the hidden states themselves alive."""
     anchor = torch.zeros((), requires_grad=True)
     entered: Tensor = _Entry.apply(anchor, hidden, receive)  # type: ignore[no-untyped-call]
     return entered

@@ -1,4 +1,4 @@
-"""Refuses what a step in stages cannot use, before or while it computes."""
+"""Checks of the arguments of a step in stages, before or while it computes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from overspill.parallel.ranks import Ranks
 
 
 def checked_batches(micro_batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches as a list."""
+    """Return the micro-batches as a list."""
     if isinstance(micro_batches, Mapping):
         raise ConfigError(
             "micro_batches is one mapping; give a list with one for each micro-batch, the keyword "
@@ -69,7 +69,7 @@ def check_optimizer(model: nn.Module, optimizer: object) -> None:
 
 
 def loss_of(number: int, output: Any) -> Tensor:
-    """The loss that the model has computed."""
+    """Return the loss that the model has computed."""
     loss = getattr(output, "loss", None)
     if loss is None:
         raise ConfigError(
@@ -80,7 +80,7 @@ def loss_of(number: int, output: Any) -> Tensor:
 
 
 def checked_loss(number: int, loss: Tensor) -> Tensor:
-    """`loss`, from which a backward can begin."""
+    """Return `loss`; raise if a backward cannot begin from it."""
     if not isinstance(loss, Tensor):
         raise ConfigError(
             f"the loss of micro-batch {number} is a {type(loss).__name__}; return a tensor"

@@ -1,4 +1,4 @@
-"""The stages of a model."""
+"""Divides the blocks of a model into stages."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import nn
 
 from overspill.core.errors import ConfigError
 from overspill.core.layer_map import StagePart
-from overspill.models.expert_layers import experts_paths
 from overspill.models.gpt import GPTMoE
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.models.placement_costs import measured_costs
 from overspill.models.stages.blocks import find_blocks
 from overspill.parallel.ranks import Ranks
@@ -23,7 +23,8 @@ from overspill.tiers.layout import RecordLayout
 
 
 def expert_times(layout: RecordLayout, device: torch.device, ranks: Ranks | None) -> ExpertTimes:
-    """Measured on a GPU, by the first rank for all. A CPU uploads nothing."""
+    """Return the times of an expert, which the first rank measures on its GPU for all. A CPU
+    uploads nothing."""
     if device.type == "cpu":
         return UNMEASURED
     costs = measured_costs(layout, device)
@@ -39,7 +40,7 @@ def divide_model(
     itemsize: int,
     times: ExpertTimes = UNMEASURED,
 ) -> list[StagePart]:
-    """Runs of blocks. A dense parameter takes as long as one of an expert."""
+    """Return runs of blocks. A dense parameter is assumed to take as long as one of an expert."""
     blocks, experts = find_blocks(model), experts_paths(model)
     config: Any = model.config
     if isinstance(model, GPTMoE):

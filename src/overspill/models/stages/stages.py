@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.layer_map import StagePart
-from overspill.models.stages.activations import SMALL, ParkedActivations
+from overspill.models.stages.activations import SMALL, Activations, ParkedActivations
 from overspill.models.stages.blocks import StagedBlocks
 from overspill.models.stages.checks import (
     check_count,
@@ -29,11 +29,12 @@ _log = logging.getLogger("overspill")
 
 
 class Stages:
-    """Lets all micro-batches of a step pass a stage, some blocks of the model, before the next one:
-    an expert is uploaded once for all of them in forward, and once in backward.
+    """Training of a model stage by stage. All micro-batches of a step pass a stage, some blocks of
+    the model, before the next one: an expert is uploaded once for all of them in forward, and once
+    in backward.
 
-    The experts and dense blocks of the next stage are uploaded while a stage computes. On a GPU
-    the activations of a stage wait in host memory for its backward. The results are those of
+    The experts and dense blocks of the next stage are uploaded while a stage computes. On a GPU the
+    activations of a stage wait in host memory for its backward. The results are equal to those of
     micro-batches that pass the whole model one after another.
 
     Ranks along the dimension "stage" of the mesh that the model was offloaded with divide the
@@ -67,7 +68,7 @@ class Stages:
         place = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._stages = _own_stages(parts, *place)
         self.blocks = [part.blocks for part in parts]
-        """The blocks of each stage, those of other ranks too."""
+        """Blocks of each stage, also of stages of other ranks."""
         self._blocks = StagedBlocks(model)
         engine.stage_order.plan([stage.layers for stage in self._stages])
         self._link = None if ranks is None else StageLink(ranks, engine.device)
@@ -75,7 +76,7 @@ class Stages:
             offload_activations = engine.device.type == "cuda"
         copies = HostCopies(engine.device, engine.recorder, engine.settings.inject)
         parked = ParkedActivations(copies, small_activation)
-        self._activations = parked if offload_activations else None
+        self._activations = parked if offload_activations else Activations()
         self._warned = self._closed = False
         self._compared: set[bool] = set()  # kinds of passes whose first micro-batches were compared
 
@@ -98,7 +99,7 @@ class Stages:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has the last stage, and with it the losses."""
+        """Whether this rank has the last stage, and so the losses."""
         return any(stage.is_last for stage in self._stages)
 
     def backward(
@@ -107,7 +108,7 @@ class Stages:
         optimizer: Accumulates | None = None,
         loss: Callable[[int, Any], Tensor] | None = None,
     ) -> None:
-        """The forward and backward passes of a step, before `optimizer.step()`.
+        """Run the forward and backward passes of a step, before `optimizer.step()`.
 
         Args:
             micro_batches: the keyword arguments of the model for each, the same on all ranks along
@@ -135,8 +136,8 @@ class Stages:
     def forward(
         self, micro_batches: Iterable[MicroBatch], take: Callable[[int, Any], None]
     ) -> None:
-        """Passes without gradients, for evaluations. `take` gets the number of each micro-batch and
-        what the model returns for it, on the rank with the last stage."""
+        """Run forward passes without gradients, for evaluations. `take` gets the number of each
+        micro-batch and what the model returns for it, on the rank with the last stage."""
 
         def taken(number: int, output: Any) -> None:
             take(number, output)
@@ -188,7 +189,7 @@ class Stages:
             )
 
     def close(self) -> None:
-        """The model is as before. Calling it again has no effect."""
+        """Restore the model. Calling it again has no effect."""
         if not self._closed:
             self._closed = True
             self._blocks.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from overspill.models.stages.activations import Parked, ParkedActivations
+from overspill.models.stages.activations import Activations, Parked
 from overspill.models.stages.blocks import Passing, StagedBlocks, entering
 from overspill.moe.engine import Engine
 from overspill.moe.pregate import Ahead
@@ -18,41 +18,41 @@ from overspill.plan.order import StageVisit
 
 MicroBatch = Mapping[str, Any]
 Take = Callable[[int, Any], Tensor | None]
-"""Gets the number of a micro-batch and what the model returns for it; returns its loss."""
+"""Function from the number of a micro-batch and the model's result for it to its loss."""
 
 
 class Accumulates(Protocol):
     """Methods of the optimizer that a step uses."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Backward passes in the context do not complete the gradients."""
+        """Context in which backward passes do not complete the gradients."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of this process."""
+    """Stage of this process."""
 
     number: int
     blocks: range
     layers: range
-    """Its MoE layers, as the engine numbers them."""
+    """MoE layers of the stage, as the engine numbers them."""
     is_last: bool
 
 
 @dataclass(eq=False)
 class _Passed:
-    """A tensor that has passed from one stage to the next, until its gradient has come back."""
+    """Tensor that has passed from one stage to the next and whose gradient has not come back."""
 
     like: Tensor
-    """Of the same size, without memory."""
+    """Tensor of the same size without memory."""
     end: GradientEdge | None
     """Edge of the graph at which the backward of the stage before begins; None: it runs on another
     rank, or there is none."""
     value: Tensor | Parked | None
-    """For the next stage."""
+    """Value for the next stage."""
     needs_grad: bool
     grad: Tensor | Parked | None = None
-    """From the next stage."""
+    """Gradient from the next stage."""
 
 
 @dataclass(eq=False)
@@ -64,27 +64,25 @@ class StagedPass:
     stages: Sequence[Stage]
     engine: Engine
     link: StageLink | None
-    """To the ranks of other stages; None: all are here."""
-    activations: ParkedActivations | None
-    """None: activations stay on the device."""
+    """Connection to the ranks of other stages; None: all stages are in this process."""
+    activations: Activations
     micro_batches: Sequence[MicroBatch]
     take: Take
     optimizer: Accumulates | None = None
     _passed: dict[tuple[int, int], list[_Passed]] = field(default_factory=dict)
-    """By the stage and the micro-batch that they come from."""
+    """Passed tensors by the stage and the micro-batch that they come from."""
     _ahead: dict[tuple[int, int], Ahead] = field(default_factory=dict)
-    """The form of the results of pre-gates among them."""
+    """Form of the results of pre-gates among the passed tensors."""
 
     def run(self, backward: bool) -> None:
-        """The forward of all micro-batches, then their backward."""
+        """Run the forward of all micro-batches, then their backward."""
         what = "a backward in stages" if backward else "a forward in stages"
         try:
             with nullcontext() if self.link is None else self.link.together(what):
                 self._run(backward)
         finally:
             try:
-                if self.activations is not None:
-                    self.activations.clear()
+                self.activations.clear()
             finally:
                 self.engine.stage_order.follow(None)
 
@@ -112,11 +110,9 @@ class StagedPass:
         if stage.number:
             ahead = self._ahead.pop((stage.number - 1, number), [])
             incoming = Passing([self._enter(passed) for passed in before], ahead)
-        batch, activations = self.micro_batches[number], self.activations
-        saving: AbstractContextManager[None] = nullcontext()
-        if activations is not None and backward and not stage.is_last:  # it turns at once
-            saving = activations.saving((stage, number))
-        with saving:
+        batch = self.micro_batches[number]
+        keeps = backward and not stage.is_last  # the last stage turns at once
+        with self.activations.saving((stage, number)) if keeps else nullcontext():
             result = self.blocks.run(stage.blocks, incoming, lambda: self.model(**batch))
         del incoming
         if stage.is_last:
@@ -124,8 +120,7 @@ class StagedPass:
         else:
             self._leave(stage, number, result)
         del result
-        if activations is not None:
-            activations.advance()
+        self.activations.advance()
 
     def _arrive(self, stage: Stage, number: int) -> list[_Passed]:
         key = stage.number - 1, number
@@ -141,10 +136,10 @@ class StagedPass:
 
     def _enter(self, passed: _Passed) -> Tensor:
         assert passed.value is not None
-        value, passed.value = self._unpark(passed.value), None
+        value, passed.value = self.activations.take(passed.value), None
 
         def receive(grad: Tensor) -> None:
-            passed.grad = self._park(grad, "pass back")
+            passed.grad = self.activations.park(grad, "pass back")
 
         return entering(value, receive) if passed.needs_grad else value
 
@@ -152,7 +147,7 @@ class StagedPass:
         passed = []
         for tensor in result.tensors:
             end = get_gradient_edge(tensor) if tensor.requires_grad else None
-            value = None if self.link else self._park(tensor.detach(), "pass on")
+            value = None if self.link else self.activations.park(tensor.detach(), "pass on")
             passed.append(_Passed(_like(tensor), end, value, tensor.requires_grad))
         self._passed[stage.number, number] = passed
         self._ahead[stage.number, number] = result.ahead
@@ -162,7 +157,7 @@ class StagedPass:
     # -- backward ---------------------------------------------------------------------------
 
     def _end(self, stage: Stage, number: int, result: Any, backward: bool) -> None:
-        """The last stage: the backward of a micro-batch follows its forward."""
+        """Run the last stage, where the backward of a micro-batch follows its forward."""
         loss = self.take(number, result)
         del result
         if not backward:
@@ -173,10 +168,8 @@ class StagedPass:
         self._send_back(stage, number)
 
     def _backward(self, stage: Stage, number: int) -> None:
-        activations = self.activations
-        if activations is not None:
-            activations.restore((stage, number))
-            activations.restore((stage, number + 1))  # beside this one
+        self.activations.restore((stage, number))
+        self.activations.restore((stage, number + 1))  # beside this one
         passed = self._passed.pop((stage.number, number))
         if self.link is not None:
             sent = [each for each in passed if each.like.is_floating_point()]
@@ -186,26 +179,25 @@ class StagedPass:
         for each in passed:
             if each.end is not None and each.grad is not None:
                 ends.append(each.end)
-                grads.append(self._unpark(each.grad))
+                grads.append(self.activations.take(each.grad))
         del passed
         if ends:
             with self._accumulating(number):
                 torch.autograd.backward(ends, grads)
         del ends, grads
         self._send_back(stage, number)
-        if activations is not None:
-            activations.advance()
+        self.activations.advance()
 
     def _send_back(self, stage: Stage, number: int) -> None:
-        """The backward of a micro-batch has passed a stage."""
-        if self.activations is not None:
-            self.activations.forget((stage, number))
+        """Release the activations of a stage after the backward of a micro-batch, and send
+        gradients to the rank of the stage before."""
+        self.activations.forget((stage, number))
         if self.link is None or not stage.number:
             return
         grads = []
         for passed in self._passed.pop((stage.number - 1, number)):
             if passed.grad is not None:
-                grads.append(self._unpark(passed.grad))
+                grads.append(self.activations.take(passed.grad))
             elif passed.like.is_floating_point():
                 grads.append(torch.zeros_like(passed.like, device=self.engine.device))
         self.link.send(self.link.previous, grads)
@@ -213,17 +205,6 @@ class StagedPass:
     def _accumulating(self, number: int) -> AbstractContextManager[None]:
         last = number == len(self.micro_batches) - 1
         return nullcontext() if last or self.optimizer is None else self.optimizer.accumulate()
-
-    # -- what waits in host memory ------------------------------------------------------------
-
-    def _park(self, tensor: Tensor, label: str) -> Tensor | Parked:
-        return tensor if self.activations is None else self.activations.park(tensor, label)
-
-    def _unpark(self, kept: Tensor | Parked) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        assert self.activations is not None
-        return self.activations.take(kept)
 
 
 def _like(tensor: Tensor) -> Tensor:

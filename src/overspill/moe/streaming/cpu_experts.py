@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Form, form_of
+from overspill.compute.activation import form_of
+from overspill.compute.activation_form import Form
 from overspill.compute.cpu_kernel import BackwardRows, ExpertRows, GradientKind, WeightGradient
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError

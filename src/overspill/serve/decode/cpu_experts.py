@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overspill.compute.activation import Activation
 from overspill.compute.decode import constants
-from overspill.compute.decode.host import announce
-from overspill.compute.decode.routing import Link, Routed, look_up
+from overspill.compute.decode.cpu import hint
+from overspill.compute.decode.routing import PinnedExperts, Routed, look_up
 from overspill.compute.misses import MissRunner
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import usable_cores
@@ -105,9 +105,9 @@ class CpuExperts:
             return
         table = self._table.offsets[ahead.layer]
         if ahead.ids_BK is None:
-            announce(self._all[:, None], None, table, ahead.layer, self.buffers)
+            hint(self._all[:, None], None, table, ahead.layer, self.buffers)
         else:
-            announce(ahead.ids_BK, real_B, table, ahead.layer, self.buffers)
+            hint(ahead.ids_BK, real_B, table, ahead.layer, self.buffers)
 
     def needs_look_up(self, n_rows: int) -> bool:
         """Return whether the GPU reads a part of the missing experts. With few rows an expert would
@@ -121,7 +121,7 @@ class CpuExperts:
         that the GPU reads."""
         link = None
         if self.needs_look_up(len(x_BD)):
-            link = Link(self._table.pinned[layer], self._link_share)
+            link = PinnedExperts(self._table.pinned[layer], self._link_share)
         offsets_E = self._table.offsets[layer]
         return look_up(ids_BK, weights_BK, offsets_E, real_B, x_BD, self.buffers, link)
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from overspill.compute.decode.routing import Link, Routed, look_up
+from overspill.compute.decode.routing import PinnedExperts, Routed, look_up
 from overspill.compute.misses import MissBuffers
 from overspill.moe.engine import Engine
 from overspill.serve.decode.migration import Migration
@@ -53,7 +53,7 @@ class LinkedExperts:
         self, layer: int, ids_BK: Tensor, weights_BK: Tensor, real_B: Tensor, x_BD: Tensor
     ) -> Routed:
         """Find the chosen experts in GPU memory, among the copies, or in host memory."""
-        link, staged_E = Link(self._table.pinned[layer], _ALL), self._migration.end(layer)
+        link, staged_E = PinnedExperts(self._table.pinned[layer], _ALL), self._migration.end(layer)
         offsets_E = self._table.offsets[layer]
         return look_up(ids_BK, weights_BK, offsets_E, real_B, x_BD, None, link, staged_E)
 

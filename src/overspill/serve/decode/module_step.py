@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overspill.compute.activation import Fused
 from overspill.compute.decode.attention import attend
-from overspill.compute.decode.host import add_host_rows
+from overspill.compute.decode.cpu import add_cpu_rows
 from overspill.models.attention_cache import (
     AttentionOptions,
     Indexer,
@@ -182,7 +182,7 @@ class ModuleStep:
         assert isinstance(placeholder.activation, Fused)
         y, rows = self._experts.compute(placeholder, placeholder.activation.form, x_TD, routed)
         if rows is not None:
-            add_host_rows(y, rows)
+            add_cpu_rows(y, rows)
         return y.to(x_TD.dtype)
 
     def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import Form, Function, activate_torch
+from overspill.compute.activation import activate_torch
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode.attention import attend, rotate_and_store
+from overspill.compute.decode.cpu import CpuRows
 from overspill.compute.decode.delta import convolve, delta_rule
-from overspill.compute.decode.host import HostRows
 from overspill.compute.decode.linear import RowNorm, gate_rows, linear, reads_rows_whole
 from overspill.compute.decode.norm import add_norm
 from overspill.compute.decode.routing import Routed, route
@@ -56,7 +57,7 @@ class Addends(NamedTuple):
     """Results of a sublayer that are not added to the residual yet."""
 
     parts: list[Tensor]
-    host: HostRows | None = None
+    host: CpuRows | None = None
     """Rows that the CPU computes."""
 
 

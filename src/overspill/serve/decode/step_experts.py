@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from overspill.compute.activation import Form
+from overspill.compute.activation_form import Form
+from overspill.compute.decode.cpu import CpuRows, MissRequest
 from overspill.compute.decode.experts import experts
-from overspill.compute.decode.host import HostRows, Request
 from overspill.compute.decode.routing import Routed, look_up
 from overspill.compute.misses import MissBuffers
 from overspill.moe.placeholder import ExpertPlaceholder
@@ -78,19 +78,19 @@ class StepExperts:
         """Find experts that are chosen already, and list the missing ones for the CPU."""
         if self._missing is not None:
             return self._missing.look_up(layer, ids_BK, weights_BK, real_B, x_BD)
-        return look_up(ids_BK, weights_BK, self.table.offsets[layer], real_B, x_BD)
+        return look_up(ids_BK, weights_BK, self.table.offsets[layer], real_B, x_BD, None)
 
     def compute(
         self, placeholder: ExpertPlaceholder, form: Form, x_BD: Tensor, routed: Routed
-    ) -> tuple[Tensor, HostRows | None]:
+    ) -> tuple[Tensor, CpuRows | None]:
         """Return the weighted sum over the experts of each token, without those that the CPU
         computes, and the rows of the CPU that are to be added. The same kernel requests these."""
         layer, shape = placeholder.layer, placeholder.engine.shape
         request = rows = None
         if self.buffers is not None and routed.missed_B is not None:
             ready, done = self.buffers.ready_L[layer:], self.buffers.done_L[layer:]
-            request = Request(ready, done, routed.missed_B)
-            rows = HostRows(self.buffers.out_RD, routed.missed_B, done)
+            request = MissRequest(ready, done, routed.missed_B)
+            rows = CpuRows(self.buffers.out_RD, routed.missed_B, done)
         y_BD = experts(
             x_BD, routed.weights, routed.offsets, self.table.base, shape.d_hidden, form,
             shape.bias, shape.transposed, request, self.table.packed(layer, form),

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overspill.compute.activation import Form, Function, form_of
+from overspill.compute.activation import form_of
+from overspill.compute.activation_form import Form, Function
 from overspill.compute.decode.delta import DeltaShape, Place
 from overspill.models.attention_cache import RelativeBias
 from overspill.models.gpt import GPTMoE

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from overspill.compute.activation import Activation, Form, form_of
+from overspill.compute.activation import Activation, form_of
+from overspill.compute.activation_form import Form
 from overspill.compute.decode.constants import ABSENT
 from overspill.compute.decode.low_rank import low_rank_records
 from overspill.compute.decode.packing import PackedRecords, packed_records, why_not_packed

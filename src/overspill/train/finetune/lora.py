@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import nn
 
 from overspill.core.errors import ConfigError
-from overspill.models.huggingface.adapt import experts_paths
 from overspill.models.huggingface.expert_adapters import stand_ins
+from overspill.models.huggingface.find_experts import experts_paths
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.train.finetune.config import FinetuneModelSection
 

@@ -14,11 +14,11 @@ from torch import nn
 from overspill.core.errors import ConfigError
 from overspill.hardware.machine import choose_device
 from overspill.models.budgets import Budgets
-from overspill.models.huggingface.adapt import find_experts
 from overspill.models.huggingface.checks import check_tokenizer, find_folder
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
-from overspill.models.huggingface.pregates import saved_level
+from overspill.models.huggingface.pregate_file import saved_level
 from overspill.models.huggingface.skeleton import meta_model
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.models.pregate import (

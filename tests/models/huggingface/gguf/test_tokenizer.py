@@ -33,7 +33,7 @@ def trained(splits: Any) -> Tokenizer:
 
 
 def metadata(library: Tokenizer, pre: str) -> dict[str, Any]:
-    """What the converter writes of a tokenizer of byte pairs."""
+    """Metadata that the converter writes for a tokenizer of byte pairs."""
     tokens = sorted(library.get_vocab(), key=library.get_vocab().__getitem__)
     merges = __import__("json").loads(library.to_str())["model"]["merges"]
     return {

@@ -1,4 +1,4 @@
-"""What users do with a GGUF file that has everything in it."""
+"""Uses of a GGUF file that contains everything."""
 
 import json
 import runpy

@@ -28,7 +28,7 @@ _HALVES = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "IQ4_XS": (0,), "IQ2_XS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
-"""Where the float16 factors of a block are."""
+"""Positions of the float16 factors in a block."""
 _FACTOR = {"Q6_K": 2e-4, "Q4_K": 4e-4, "Q5_K": 2e-4, "Q8_0": 2e-3, "IQ4_NL": 2e-3, "Q4_0": 3e-2}
 Choose = Callable[[str, tuple[int, ...]], str]
 """The type of a tensor, by its name and shape."""
@@ -95,7 +95,7 @@ def _add(writer: gguf.GGUFWriter, name: str, view: Any, kind: str) -> None:
 
 
 def _sources(config: Any, name: str, tensor: Tensor, fused: bool) -> list[tuple[str, Tensor]]:
-    """What the converter stores of a tensor of the model: names and views."""
+    """Return names and views of the tensors that the converter stores for a tensor of the model."""
     if name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_bias")):
         end = "bias" if name.endswith("_bias") else "weight"
         base = name.removesuffix("_bias").removesuffix("gate_up_proj")
@@ -146,7 +146,7 @@ class _Permuted:
 
 
 def add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
-    """What `set_gguf_parameters` of the converter writes for the family."""
+    """Return the metadata that `set_gguf_parameters` of the converter writes for the family."""
     rope, family = config.rope_parameters, config.model_type
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)

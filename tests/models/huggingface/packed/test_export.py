@@ -13,7 +13,7 @@ import overspill
 from overspill.core.errors import CheckpointError, ConfigError, DiskError
 from overspill.core.experts import ExpertId
 from overspill.models.fill import ExpertSource
-from overspill.models.huggingface.adapt import find_experts
+from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import CheckpointFolder, read_config
 from overspill.models.huggingface.packed.quantized import QuantizedExperts
 from overspill.models.huggingface.packed.records import PackedExperts

@@ -90,7 +90,8 @@ def test_experts_are_packed_while_they_are_read(
 
 
 def test_weights_are_rounded_once(tmp_path: Path) -> None:
-    """Those of the checkpoint are packed, not what the type of the model would make of them."""
+    """The values of the checkpoint are packed, not their values after rounding to the model's
+    type."""
     family = make("mixtral", {"intermediate_size": 64})
     make_model(family).save_pretrained(tmp_path)
     records = []

@@ -12,22 +12,24 @@ from overspill.models.huggingface.gguf.header import GgufHeader
 _BESIDE = "put the config.json of the original model into the folder of the file"
 _SIGMOID = 2
 _GROUPS = {256: (8, 4), 160: (8, 3)}
-"""Groups of experts, and groups of a token, of DeepSeek-V3 and V2, by their number of experts."""
+"""Numbers of groups of experts, and of groups of a token, of DeepSeek-V3 and V2, by their number of
+experts."""
 _GLM_LITE = 154880
-"""The vocabulary of GLM-4.7-Flash, whose files name the architecture of DeepSeek."""
+"""Vocabulary of GLM-4.7-Flash, whose files name the architecture of DeepSeek."""
 _ENDS = (
     "<|im_end|>", "<|endoftext|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>",
     "<|eot_id|>",
 )  # fmt: skip
 _CONTROL = 3
 _CHANGED = ("arctic", "bailingmoe", "granitehybrid", "granitemoe", "mistral3", "mistral4")
-"""Architectures with experts that are not known, and whose queries and keys llama.cpp reorders."""
+"""Unknown architectures with experts whose queries and keys llama.cpp reorders."""
 _OPTIONAL = ("head_dim", "intermediate_size")
 """Fields whose defaults in transformers hold if metadata do not name them."""
 
 
 def make_config(header: GgufHeader) -> dict[str, Any]:
-    """The fields of the model's config. Raises for other than known Mixture-of-Experts models."""
+    """Return the fields of the model's config. Raises unless the model is a known
+    Mixture-of-Experts model."""
     _, specific = _FAMILIES[_architecture(header)]
     config = _common(header) | specific(header)
     missing = [name for name, value in config.items() if value is _MISSING]
@@ -40,8 +42,8 @@ def make_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def check_family(header: GgufHeader, model_type: object) -> None:
-    """Raises if the tensors of a file cannot be those of the config.json beside it. Of an
-    architecture that is not known, that is seen when they are read."""
+    """Raise if the tensors of a file do not belong to the config.json beside it. For an unknown
+    architecture, this is only found when they are read."""
     _check_experts(header)
     known = _FAMILIES.get(header.architecture)
     if known is None and header.architecture in _CHANGED:
@@ -58,7 +60,7 @@ def check_family(header: GgufHeader, model_type: object) -> None:
 
 
 def is_known(architecture: str) -> bool:
-    """Whether the tensors of such files are known, and not only their usual names."""
+    """Return whether the tensors of an architecture are known, and not only their usual names."""
     return architecture in _FAMILIES
 
 
@@ -114,7 +116,8 @@ def _common(header: GgufHeader) -> dict[str, Any]:
 
 
 def _ends(header: GgufHeader) -> int | list[int] | None:
-    """Tokens that end an answer: those that metadata name, and those of known names."""
+    """Return the tokens that end an answer: tokens that metadata name, and tokens with known
+    names."""
     kinds = header.metadata.get("tokenizer.ggml.token_type", ())
     tokens = header.metadata.get("tokenizer.ggml.tokens", ())
     named = [
@@ -132,7 +135,7 @@ def _vocabulary(header: GgufHeader) -> Any:
 
 
 def _rope(header: GgufHeader) -> dict[str, Any]:
-    """Rotary positions, plain or scaled."""
+    """Return the fields of rotary positions, plain or scaled."""
     kind = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -212,7 +215,7 @@ def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
 
 
 def _partial_rope(header: GgufHeader) -> dict[str, Any]:
-    """Rotary positions of a part of each head."""
+    """Return the fields of rotary positions of a part of each head."""
     size, heads = header.get("embedding_length", 0), header.get("attention.head_count", 1)
     head = header.get("attention.key_length", size // heads)
     rotated = header.get("rope.dimension_count", head)
@@ -230,7 +233,7 @@ def _minimax_m2(header: GgufHeader) -> dict[str, Any]:
 
 
 def _routed(header: GgufHeader) -> dict[str, Any]:
-    """What families have in common whose first layers are dense."""
+    """Return the fields that families with dense first layers have in common."""
     return {
         "intermediate_size": header.get("feed_forward_length", _MISSING),
         "moe_intermediate_size": header.get("expert_feed_forward_length", _MISSING),
@@ -257,7 +260,7 @@ def _glm4_moe(header: GgufHeader) -> dict[str, Any]:
 
 def _deepseek(header: GgufHeader) -> dict[str, Any]:
     rotated = header.get("rope.dimension_count", 0)
-    # old files have the sizes of the heads themselves, new ones those of shared keys and values
+    # old files have the sizes of the heads themselves, new ones sizes of shared keys and values
     head = header.get("attention.key_length_mla", header.get("attention.key_length", 0))
     value = header.get("attention.value_length_mla", header.get("attention.value_length", _MISSING))
     rope = _rope(header)
@@ -301,4 +304,4 @@ _FAMILIES: dict[str, tuple[tuple[str, ...], _Specific]] = {
     "olmoe": (("olmoe",), _olmoe),
     "minimax-m2": (("minimax_m2",), _minimax_m2),
 }
-"""By the names of llama.cpp: model types, and the fields that only these have."""
+"""Model types by the names of llama.cpp, with the fields that only these have."""

@@ -43,21 +43,21 @@ TYPES = {
     23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-"""Name, and weights and bytes of a block, by the number of a type."""
+"""Name, and weights and bytes of a block, of each type by its number."""
 FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """Type, shape and place of a tensor."""
 
     name: str
     type: str
     shape: tuple[int, ...]
-    """As in torch: the last dimension is contiguous."""
+    """Shape as in torch: the last dimension is contiguous."""
     file: Path
     begin: int
-    """First byte in the file."""
+    """Position of the first byte in the file."""
     row_bytes: int
 
     @property
@@ -67,22 +67,22 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The metadata of a model and the tensors of all its files."""
+    """Metadata of a model and the tensors of all its files."""
 
     path: Path
-    """Of the first file."""
+    """Path of the first file."""
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
     @property
     def architecture(self) -> str:
-        """The name of the model family in llama.cpp."""
+        """Name of the model family in llama.cpp."""
         return str(self.metadata.get("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A number in the architecture's own metadata, or `default`. One for each layer is one if
-        all are the same."""
+        """Return a number in the architecture's own metadata, or `default`. Equal numbers for all
+        layers count as one."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -95,7 +95,7 @@ class GgufHeader:
 
     @property
     def n_layers(self) -> int:
-        """Blocks of the model, without those that predict further tokens."""
+        """Number of blocks of the model, without blocks that predict further tokens."""
         return int(self.get("block_count", 0)) - int(self.get("nextn_predict_layers", 0))
 
 
@@ -104,13 +104,13 @@ def is_gguf(path: Path) -> bool:
 
 
 def first_file(path: Path) -> Path:
-    """The first file of a model; `path` is any of them."""
+    """Return the first file of a model; `path` is any of its files."""
     split = _SPLIT.fullmatch(path.name)
     return path if split is None else path.with_name(_part(split, 1))
 
 
 def all_files(name: str) -> list[str]:
-    """The names of all files of a model; `name` is that of any of them."""
+    """Return the names of all files of a model; `name` is the name of any of them."""
     split = _SPLIT.fullmatch(name)
     if split is None:
         return [name]
@@ -118,14 +118,14 @@ def all_files(name: str) -> list[str]:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of a model in one or several files; `path` is any of them. Raises if one is
+    """Return the header of a model in one or several files; `path` is any of them. Raises if one is
     missing, truncated, or not a GGUF file."""
     files = _files(path)
     return _read(files, tuple(_stamp(file) for file in files))
 
 
 def _files(path: Path) -> tuple[Path, ...]:
-    """All files of a model, which must exist."""
+    """Return all files of a model, which must exist."""
     files = tuple(path.with_name(name) for name in all_files(path.name))
     for file in files:
         if not file.is_file():
@@ -141,7 +141,7 @@ def _part(split: re.Match[str], number: int) -> str:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Changes with the content of the file."""
+    """Return a value that changes with the content of the file."""
     try:
         status = file.stat()
     except OSError as error:
@@ -170,7 +170,7 @@ def _read(files: tuple[Path, ...], stamps: tuple[tuple[int, int], ...]) -> GgufH
 
 
 def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors of one file."""
+    """Return metadata and tensors of one file."""
     try:
         with (
             file.open("rb") as opened,
@@ -188,7 +188,7 @@ def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 
 
 class _Parser:
-    """Reads values one behind the other."""
+    """Reader of values one behind the other."""
 
     def __init__(self, file: Path, data: mmap.mmap) -> None:
         self._file, self._data, self._at = file, data, 0
@@ -235,7 +235,7 @@ class _Parser:
         return StoredTensor(name, kind, shape, self._file, begin + offset, row_bytes)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape, type and offset."""
+        """Return name, shape, type and offset of a tensor."""
         name, n_dimensions = self._string(), self._scalar("I")
         if n_dimensions > _MOST_DIMENSIONS:
             raise self._wrong(f"gives {name[:80]} {n_dimensions} dimensions")
@@ -268,7 +268,7 @@ class _Parser:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        """There may be half a million."""
+        """Return `count` strings, of which there may be half a million."""
         data, at, unpack = self._data, self._at, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of Hugging Face from those of a GGUF file, by their names."""
+"""Tensors of a checkpoint of Hugging Face from the tensors of a GGUF file, by their names."""
 
 import logging
 import re
@@ -67,16 +67,16 @@ _WITHOUT_SUFFIX = ("self_attn.sinks.weight",)
 
 @dataclass(frozen=True)
 class Translation:
-    """The tensors of a GGUF file under the names of a checkpoint of Hugging Face."""
+    """Tensors of a GGUF file under the names of a checkpoint of Hugging Face."""
 
     plain: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Names and shapes of tensors that are stored as they are, by their names in the file."""
+    """Names and shapes of tensors that need no change, by their names in the file."""
     others: Mapping[str, GgufTensor]
-    """Tensors that are packed, or parts of stored ones, or stored in another order."""
+    """Tensors that are packed, or parts of stored tensors, or stored in another order."""
 
 
 def translate(header: GgufHeader) -> Translation:
-    """Raises for tensors that the architecture does not have."""
+    """Translate all tensors of a file. Raises for tensors that the architecture does not have."""
     if not is_known(header.architecture):
         _log.warning(
             "%s is a model of %s, which Overspill does not know: its tensors are read by their "
@@ -102,7 +102,7 @@ class _Translator:
         self._names = _STANDARD | _OWN.get(self._architecture, {})
 
     def translate(self, stored: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]] | GgufTensor]:
-        """What a stored tensor, or the first of several, becomes."""
+        """Translate a stored tensor, or the first of several."""
         if stored.name in _WHOLE:
             yield self._same(_WHOLE[stored.name], stored)
             return
@@ -132,7 +132,7 @@ class _Translator:
             raise self._unknown(stored)
 
     def _same(self, name: str, stored: StoredTensor) -> tuple[str, tuple[int, ...]] | GgufTensor:
-        """A tensor with all that is stored."""
+        """Return a tensor with all values of a stored tensor."""
         shape = stored.shape
         if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape = (1, *shape)
@@ -141,8 +141,8 @@ class _Translator:
         return GgufTensor.of(name, (Rows.all_of(stored),), shape)
 
     def _permuted(self, name: str, base: str, stored: StoredTensor) -> GgufTensor:
-        """Queries or keys: llama.cpp rotates neighbouring rows of a head, transformers those half a
-        head apart."""
+        """Return queries or keys in the order of transformers, which rotates rows that are half a
+        head apart; llama.cpp rotates neighbouring rows."""
         heads = int(self._header.get("attention.head_count", 0))
         if base == "attn_k":
             heads = int(self._header.get("attention.head_count_kv", heads))
@@ -158,7 +158,8 @@ class _Translator:
         return GgufTensor.of(name, (Rows.all_of(stored),), stored.shape, views)
 
     def _keys_and_values(self, name: str, keys: StoredTensor) -> GgufTensor:
-        """`kv_b_proj` of DeepSeek: of each head the rows of keys, stored transposed, and values."""
+        """Return `kv_b_proj` of DeepSeek: for each head the rows of keys, stored transposed, and of
+        values."""
         values = self._other(keys, keys.name.replace("attn_k_b", "attn_v_b"))
         if len(keys.shape) != 3 or len(values.shape) != 3:
             raise self._unknown(keys)
@@ -175,7 +176,7 @@ class _Translator:
     def _experts(
         self, prefix: str, projection: str, end: str, stored: StoredTensor
     ) -> Iterator[GgufTensor]:
-        """The tensors of all experts of a layer."""
+        """Return the tensors of all experts of a layer."""
         if self._architecture == "gpt-oss":
             yield from self._stacks(prefix, projection, end, stored)
             return
@@ -193,7 +194,8 @@ class _Translator:
     def _stacks(
         self, prefix: str, projection: str, end: str, stored: StoredTensor
     ) -> Iterator[GgufTensor]:
-        """Experts of gpt-oss: stacks of transposed matrices, with gate and up in turn."""
+        """Return the experts of gpt-oss: stacks of transposed matrices, with gate and up in
+        turn."""
         if projection == "up":  # comes with gate
             return
         name = f"{prefix}mlp.experts.{'down' if projection == 'down' else 'gate_up'}_proj"

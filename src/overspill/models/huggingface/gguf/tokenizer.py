@@ -33,15 +33,15 @@ _SPLITS = {
 }
 """Regular expressions that divide text into words, by the names of llama.cpp."""
 _NORMALIZED = ("qwen2", "olmo")
-"""Text is brought into the normal form NFC."""
+"""Tokenizers that bring text into the normal form NFC."""
 _BEGINNING = ("llama-bpe", "llama3")
-"""A text begins with its token by default."""
+"""Tokenizers that by default begin a text with a token."""
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "▁"
 
 
 def is_known(metadata: Mapping[str, Any]) -> bool:
-    """Whether `make_tokenizer` knows this kind."""
+    """Return whether `make_tokenizer` knows this kind of tokenizer."""
     kind, words = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if not metadata.get("tokenizer.ggml.tokens"):
         return False
@@ -49,7 +49,7 @@ def is_known(metadata: Mapping[str, Any]) -> bool:
 
 
 def make_tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """The tokenizer of transformers."""
+    """Make the tokenizer of transformers."""
     from transformers import PreTrainedTokenizerFast
 
     def get(name: str, default: Any = None) -> Any:
@@ -77,7 +77,7 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> Any:
 
 
 def _of_bytes(tokens: list[str], get: Any) -> Any:
-    """Byte pairs, as in GPT-2: every character stands for a byte."""
+    """Make a tokenizer of byte pairs as in GPT-2, where every character stands for a byte."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     merges = [_pair(merge) for merge in get("merges", [])]
@@ -94,7 +94,8 @@ def _of_bytes(tokens: list[str], get: Any) -> Any:
 
 
 def _of_pieces(tokens: list[str], get: Any) -> Any:
-    """Byte pairs of SentencePiece: those with the highest score are merged first."""
+    """Make a tokenizer of byte pairs of SentencePiece, where pairs with the highest score are
+    merged first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.convert_slow_tokenizer import generate_merges
 
@@ -128,7 +129,7 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _add_tokens(library: Any, tokens: list[str], kinds: list[int]) -> None:
-    """Tokens that are found in a text before it is divided."""
+    """Add tokens that are found in a text before it is divided."""
     from tokenizers import AddedToken
 
     def of(kind: int) -> list[Any]:

@@ -19,13 +19,14 @@ from overspill.tiers.safetensors_stream import StreamReader, TensorSpec
 from overspill.tiers.ssd import BounceBuffers
 
 _CHUNK = 1 << 20
-"""Weights that are unpacked at once."""
+"""Number of weights that are unpacked at once."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCKS = Scheme(Kind.BLOCKS, (1, None))
 _ADVICE = "download it again"
 
 Views = Callable[[Tensor], list[Tensor]]
-"""Views of a plain matrix that consecutive stored rows fill, one for each source."""
+"""Function that returns the views of a plain matrix that consecutive stored rows fill, one for each
+source."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Rows:
     begin: int
     rows: int
     columns: int = 0
-    """By default those of the stored tensor."""
+    """Number of columns; 0: as in the stored tensor."""
 
     @staticmethod
     def all_of(stored: StoredTensor) -> "Rows":
-        """Those of one dimension have rows of one column."""
+        """Return all rows of a stored tensor. A tensor of one dimension has rows of one column."""
         n_rows = stored.nbytes // stored.row_bytes
         if len(stored.shape) == 1 and stored.type in FLOATS:
             return Rows(stored, 0, stored.shape[0], columns=1)
@@ -52,13 +53,14 @@ class Rows:
 
     @property
     def row_elements(self) -> int:
-        """Of the stored type in a row: bytes, unless it is a floating-point type."""
+        """Number of elements of a row in the stored type: bytes, unless it is a floating-point
+        type."""
         return self.n_columns if self.stored.type in FLOATS else self.stored.row_bytes
 
 
 @dataclass(frozen=True)
 class GgufTensor(PackedTensor):
-    """A tensor of a checkpoint of Hugging Face whose values are those of stored rows."""
+    """Tensor of a checkpoint of Hugging Face whose values are stored in rows of a GGUF file."""
 
     sources: tuple[Rows, ...] = ()
     views: Views = field(default=lambda out: [out])
@@ -73,7 +75,8 @@ class GgufTensor(PackedTensor):
         stack: int | None = None,
         transposed: bool = False,
     ) -> "GgufTensor":
-        """`shape` is that of one matrix of `stack`; `transposed`, an expert of gpt-oss."""
+        """Make a tensor from stored rows. `shape` is the shape of one matrix of `stack`;
+        `transposed` is for experts of gpt-oss."""
         kinds, rows = {source.stored.type for source in sources}, sum(s.rows for s in sources)
         columns, kind = sources[0].n_columns, next(iter(kinds))
         scheme = SCHEMES.get(kind, _BLOCKS) if len(kinds) == 1 else _BLOCKS
@@ -110,7 +113,7 @@ class GgufTensor(PackedTensor):
         return begin, (source.rows, source.row_elements)
 
     def parts_of(self, read: Callable[[str], Tensor]) -> Parts:
-        """Those of gate and up of gpt-oss have their rows in turn."""
+        """Return the parts of the matrices. Rows of gate and up of gpt-oss come in turn."""
         found = [
             stored_parts(take_apart(source.stored.type, read(source.stored.name)))
             for source in self.sources
@@ -134,7 +137,7 @@ class GgufTensor(PackedTensor):
                 self._fill(source, read(source.stored.name, number), view)
 
     def _fill(self, source: Rows, stored: Tensor, out: Tensor) -> None:
-        """Unpacks rows into a view of as many weights, some of its first dimension at a time."""
+        """Unpack rows into a view of as many weights, some of its first dimension at a time."""
         each = source.rows // len(out)
         step = max(1, _CHUNK // (each * source.n_columns))
         for begin in range(0, len(out), step):
@@ -142,7 +145,7 @@ class GgufTensor(PackedTensor):
             self._dequantize(source.stored, stored[begin * each : (begin + step) * each], part)
 
     def _dequantize(self, stored: StoredTensor, rows: Tensor, out: Tensor) -> None:
-        """Fills `out`, a view of as many weights as `rows` have."""
+        """Fill `out`, a view of as many weights as `rows` have."""
         if stored.type in FLOATS:
             out.copy_(rows.view(out.shape))
             return
@@ -163,7 +166,7 @@ class GgufTensor(PackedTensor):
         out.copy_(values.view(out.shape))
 
     def _with_gguf(self, stored: StoredTensor, rows: Tensor) -> Tensor:
-        """The types that only llama.cpp's own package unpacks."""
+        """Unpack a type that only llama.cpp's own package knows."""
         import gguf
 
         kind = gguf.GGMLQuantizationType[stored.type]
@@ -178,7 +181,7 @@ def _bad(stored: StoredTensor, reason: str) -> CheckpointError:
 
 
 def check_types(tensors: Iterable[StoredTensor]) -> None:
-    """Raises if a tensor cannot be unpacked."""
+    """Raise if a tensor cannot be unpacked."""
     for kind, stored in {tensor.type: tensor for tensor in tensors}.items():
         if kind in FLOATS or kind in SCHEMES:
             continue
@@ -199,7 +202,8 @@ def check_types(tensors: Iterable[StoredTensor]) -> None:
 
 
 class GgufReader(StreamReader):
-    """Reads slices of the tensors in one GGUF file. Packed ones are bytes without a shape."""
+    """Reader of slices of the tensors in one GGUF file. Packed tensors are bytes without a
+    shape."""
 
     def __init__(
         self,
@@ -207,7 +211,7 @@ class GgufReader(StreamReader):
         tensors: list[tuple[StoredTensor, str, tuple[int, ...] | None]],
         direct: BounceBuffers,
     ) -> None:
-        """`tensors` have the names and shapes by which they are read; None for no shape."""
+        """`tensors` has the names and shapes by which tensors are read; None for no shape."""
         self._tensors = tensors
         super().__init__(path, _ADVICE, direct)
 

@@ -1,4 +1,4 @@
-"""What config.json says about packed weights, read without torch."""
+"""Packing of weights according to config.json, read without torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ _READS = "MXFP4, MXFP8, NVFP4, FP8, compressed-tensors, AWQ and GPTQ"
 
 @dataclass(frozen=True)
 class Packing:
-    """The packed weights of a checkpoint, as its config describes them."""
+    """Packing of the weights of a checkpoint, as its config describes it."""
 
     method: str
     schemes: tuple[Scheme, ...]
     activations: bool
-    """Activations are to be quantized as well."""
+    """Whether activations are to be quantized as well."""
 
 
 def read_packing(folder: Path, config: Mapping[str, Any]) -> Packing | None:
-    """How the weights of a checkpoint are packed, or None if they are not. Raises if Overspill
-    cannot unpack them."""
+    """Return the packing of the weights of a checkpoint, or None if they are plain. Raises if
+    Overspill cannot unpack them."""
     text = config.get("text_config")
     places = [config, text] if isinstance(text, dict) else [config]
     given = next((place[name] for place in places for name in FIELDS if place.get(name)), None)
@@ -49,7 +49,7 @@ def read_packing(folder: Path, config: Mapping[str, Any]) -> Packing | None:
 
 
 def without_packing(config: Any) -> Any:
-    """The config of a transformers model, which then is one of plain weights."""
+    """Return the config of a transformers model without its quantization."""
     for part in (config, getattr(config, "text_config", None)):
         for name in FIELDS if part is not None else ():
             vars(part).pop(name, None)
@@ -57,7 +57,8 @@ def without_packing(config: Any) -> Any:
 
 
 def _read_modelopt(folder: Path) -> dict[str, Any] | None:
-    """The config of checkpoints of ModelOpt, which may have a file of its own."""
+    """Return the quantization config of a checkpoint of ModelOpt, which may have a file of its
+    own."""
     path = folder / MODELOPT
     if not path.is_file():
         return None
@@ -71,7 +72,7 @@ def _read_modelopt(folder: Path) -> dict[str, Any] | None:
 
 
 class _Reader:
-    """Reads one quantization_config, and refuses what Overspill cannot unpack."""
+    """Reader of one quantization_config, which refuses packings that Overspill cannot unpack."""
 
     def __init__(self, folder: Path, method: str, given: Mapping[str, Any]) -> None:
         self._folder, self._method, self._given = folder, method, given
@@ -117,7 +118,7 @@ class _Reader:
         return schemes, activations
 
     def _compressed(self, weights: Any, layout: Any) -> Scheme:
-        """The scheme of one group of compressed-tensors."""
+        """Return the scheme of one group of compressed-tensors."""
         if not isinstance(weights, dict):
             raise self._refused(f"weights={weights!r}")
         kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)

@@ -1,7 +1,7 @@
 """Quantized checkpoints, which transformers and vLLM open: experts are packed, the rest is copied.
 
-int4 and MXFP4 are those of compressed-tensors, FP8 is that of DeepSeek-V3 and Qwen3, and a gpt-oss
-in MXFP4 has its own layout.
+int4 and MXFP4 have the layout of compressed-tensors, FP8 the layout of DeepSeek-V3 and Qwen3, and a
+gpt-oss in MXFP4 has its own.
 """
 
 import json
@@ -52,22 +52,22 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix to pack: some rows of a stored tensor."""
+    """Matrix to pack: some rows of a stored tensor."""
 
     key: str
     begin: int
-    """Its first element."""
+    """Position of the first element."""
     rows: int
     columns: int
     packing: PackedMatrix
     base: str
-    """The packed tensors have this name and the ends of `_NAMES`."""
+    """Start of the names of the packed tensors, before the ends of `_NAMES`."""
     number: int
-    """In these, if they are stacks."""
+    """Number of the matrix in the packed tensors, if they are stacks."""
 
 
 class QuantizedFiles:
-    """The files of a quantized checkpoint, of which everything is known before one is written."""
+    """Files of a quantized checkpoint. All their tensors are known before one is written."""
 
     def __init__(self, recipes: Recipes, name: str, files: Mapping[str, Sequence[str]]) -> None:
         """`files` are the tensors of each file of the plain checkpoint. Raises if there is no
@@ -87,7 +87,7 @@ class QuantizedFiles:
         self._copied = {f: [k for k in keys if k not in experts] for f, keys in files.items()}
         self._ignored = self._dense_modules(experts)
         self.specs = {file: self._specs_of(file) for file in files}
-        """The tensors of each file."""
+        """Tensors of each file."""
         self._check_readable()
 
     @property
@@ -95,7 +95,7 @@ class QuantizedFiles:
         return sum(spec.nbytes for specs in self.specs.values() for spec in specs.values())
 
     def write(self, out: Path, progress: Progress) -> None:
-        """Writes all files, and changes the config that is in the folder `out` already."""
+        """Write all files, and change the config that is in the folder `out` already."""
         total, done = self.nbytes, 0
         for file, specs in self.specs.items():
             (out / file).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class QuantizedFiles:
         config["quantization_config"] = self._config()
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    # -- what is written --------------------------------------------------------------------------
+    # -- matrices to pack --------------------------------------------------------------------------
 
     def _check_layout(self) -> None:
         recipes, shape = self._recipes, self._recipes.layers[0].shape
@@ -142,7 +142,7 @@ class QuantizedFiles:
         )
 
     def _find(self) -> Iterator[_Matrix]:
-        """All matrices of experts."""
+        """Return all matrices of experts."""
         for layer, experts in enumerate(self._recipes.layers):
             for index in range(experts.n_experts):
                 pieces = [piece for piece in self._format.pieces if piece.matrix is not None]
@@ -159,7 +159,7 @@ class QuantizedFiles:
     def _pieces_of(
         self, key: str, number: int, index: int, stack: bool, pieces: Sequence[Any]
     ) -> Iterator[_Matrix]:
-        """The matrices in one stored tensor, or in one expert of a stack."""
+        """Return the matrices in one stored tensor, or in one expert of a stack."""
         shape = self._tensors.specs[key].shape[-2:]
         begin = number * shape[0] * shape[1]
         rows = shape[0] // len(pieces)
@@ -186,14 +186,14 @@ class QuantizedFiles:
         return specs
 
     def _parts_of(self, packing: PackedMatrix) -> dict[str, TensorSpec]:
-        """The stored tensors of a matrix, by the ends of their names."""
+        """Return the stored tensors of a matrix, by the ends of their names."""
         piece = next(p for p in self._format.pieces if p.matrix == packing)
         parts = {f: TensorSpec(each.dtype, each.shape) for f, each in piece.stored.items()}
         parts["size"] = TensorSpec(torch.int64, (2,))
         return {end: parts[field] for field, end in _NAMES[self._kind].items()}
 
     def _check_readable(self) -> None:
-        """Raises if the family has no rule for experts that are not in a stack."""
+        """Raise if the family has no rule for experts that are not in a stack."""
         packed = {m.base: m for each in self._matrices.values() for m in each}
         if self._kind is Kind.MXFP4_STACK or not any(
             len(self._tensors.specs[matrix.key].shape) > 2 for matrix in packed.values()
@@ -215,8 +215,8 @@ class QuantizedFiles:
     # -- config -----------------------------------------------------------------------------------
 
     def _dense_modules(self, experts: set[str]) -> list[str]:
-        """The modules with a matrix that stays as it is, by their names in the checkpoint and in
-        the model of transformers."""
+        """Return the modules with a matrix that stays plain, by their names in the checkpoint and
+        in the model of transformers."""
         model, specs = self._recipes.model, self._tensors.specs
         rename, _ = renamer(model, set())
         modules = dict(model.named_modules())
@@ -230,7 +230,7 @@ class QuantizedFiles:
         return list(found)
 
     def _config(self) -> dict[str, Any]:
-        """The `quantization_config`."""
+        """Return the `quantization_config`."""
         match self._kind:
             case Kind.MXFP4_STACK:
                 return {"quant_method": "mxfp4", "modules_to_not_convert": self._ignored}
@@ -290,7 +290,7 @@ class QuantizedFiles:
 
 
 class _Written:
-    """The tensors that a quantized checkpoint will show."""
+    """Tensors that a reader of the quantized checkpoint will find."""
 
     def __init__(self, folder: Path, specs: dict[str, TensorSpec]) -> None:
         self.folder, self.specs = folder, specs

@@ -1,4 +1,4 @@
-"""The plain files of a packed checkpoint, written one tensor at a time."""
+"""Plain files of a packed checkpoint, written one tensor at a time."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,8 @@ from overspill.tiers.safetensors_stream import StreamWriter, TensorSpec
 def plain_specs(
     checkpoint: CheckpointFolder, file: Path, dtype: torch.dtype
 ) -> dict[str, TensorSpec]:
-    """The plain tensors of one file of a checkpoint, packed ones in `dtype`."""
+    """Return the specs of the plain tensors of one file of a checkpoint; packed tensors get
+    `dtype`."""
     specs = checkpoint.specs
     return {
         name: TensorSpec(dtype, spec.shape) if name in checkpoint.packed else spec
@@ -25,7 +26,7 @@ def plain_specs(
 
 
 def write_plain(checkpoint: CheckpointFolder, specs: dict[str, TensorSpec], out: Path) -> None:
-    """Writes a file with these tensors, packed ones matrix by matrix."""
+    """Write a file with these tensors, packed tensors matrix by matrix."""
     with StreamWriter(out, specs, {"format": "pt"}) as writer:
         for name, spec in specs.items():
             if name not in checkpoint.packed:
@@ -38,8 +39,9 @@ def write_plain(checkpoint: CheckpointFolder, specs: dict[str, TensorSpec], out:
 
 
 def write_plain_texts(out: Path, files: dict[str, str], size: int) -> None:
-    """Changes the config and the index in the folder `out`, copied from a packed checkpoint, to
-    those of the plain one. `files` are those of its tensors, `size` is that of them all."""
+    """Change the config and the index in the folder `out`, copied from a packed checkpoint, to
+    those of the plain checkpoint. `files` are the files of its tensors, `size` is the size of
+    all."""
     (out / MODELOPT).unlink(missing_ok=True)
     config = parse_json((out / CONFIG).read_bytes())
     for part in (config, config.get("text_config")):

@@ -32,8 +32,8 @@ _AGAIN = "download it again, or give the checkpoint in bf16"
 def find_packed(
     folder: Path, specs: Mapping[str, TensorSpec], packing: Packing | None
 ) -> dict[str, PackedTensor]:
-    """The packed weights by the names of the plain ones. Raises if the tensors do not agree with
-    `packing`, which is what config.json says."""
+    """Return the packed weights by the names of the plain weights. Raises if the tensors do not
+    agree with `packing`, which was read from config.json."""
     finder = _Finder(folder, specs, packing)
     found = {} if packing is None else finder.find(packing)
     finder.check_rest(found)
@@ -46,13 +46,13 @@ def find_packed(
 
 
 def is_for_activations(name: str, spec: TensorSpec) -> bool:
-    """Whether a tensor of a packed checkpoint is a scale with which activations, keys or values
-    would be quantized."""
+    """Return whether a tensor of a packed checkpoint is a scale for quantizing activations, keys or
+    values."""
     return spec.numel == 1 and name.endswith(_ACTIVATIONS)
 
 
 class _Mismatch(Exception):
-    """Why a tensor is not packed in a certain way."""
+    """Reason why a tensor is not packed in a certain way."""
 
 
 class _Finder:
@@ -78,7 +78,7 @@ class _Finder:
         return found
 
     def check_rest(self, found: Mapping[str, PackedTensor]) -> None:
-        """Raises if a tensor is a part of a packed weight that was not found."""
+        """Raise if a tensor is a part of a packed weight that was not found."""
         used = {part for packed in found.values() for part in packed.parts.values()}
         for name, dtype in ((n, spec.dtype) for n, spec in self._specs.items() if n not in used):
             if dtype.is_floating_point and dtype.itemsize == 1:
@@ -93,7 +93,7 @@ class _Finder:
                 raise self._wrong(f"{name} belongs to no packed weight")
 
     def _kind(self, name: str) -> Kind | None:
-        """How the codes in tensor `name` are packed; None if it does not hold any."""
+        """Return the kind of the codes in tensor `name`; None if it has no codes."""
         dtype = self._specs[name].dtype
         if name.endswith("_blocks") and dtype == torch.uint8:
             return Kind.MXFP4_STACK
@@ -114,7 +114,7 @@ class _Finder:
         return () if self._packing is None else self._packing.schemes
 
     def _match(self, name: str, kind: Kind, packing: Packing) -> PackedTensor:
-        """The packed weight with these codes, in the first scheme that fits."""
+        """Return the packed weight with these codes, in the first scheme that fits."""
         reason = f"config.json names the quantization method {packing.method} without such weights"
         for scheme in packing.schemes:
             if scheme.kind is kind:
@@ -125,7 +125,8 @@ class _Finder:
         raise self._wrong(f"{name} has {kind}, but {reason}")
 
     def _assemble(self, name: str, scheme: Scheme) -> PackedTensor:
-        """Raises `_Mismatch` if parts are missing or have other shapes."""
+        """Return the packed weight with these codes. Raises `_Mismatch` if parts are missing or
+        have other shapes."""
         shape = self._specs[name].shape
         base = name.rpartition(".")[0]
         match scheme.kind:
@@ -141,7 +142,7 @@ class _Finder:
             case Kind.INTEGERS:
                 rows, words = self._matrix(name)
                 plain = f"{base}.weight"
-                parts = {"codes": name, "scales": f"{plain}_scale"} | self._those_there(
+                parts = {"codes": name, "scales": f"{plain}_scale"} | self._present(
                     zeros=f"{plain}_zero_point", indices=f"{plain}_g_idx", size=f"{plain}_shape"
                 )
                 matrix = PackedMatrix(scheme, rows, words * 32 // scheme.bits)
@@ -152,7 +153,7 @@ class _Finder:
         return packed
 
     def _qweight(self, name: str, base: str, scheme: Scheme) -> PackedTensor:
-        """A weight of GPTQ or AWQ, which have inputs as rows."""
+        """Return a weight of GPTQ or AWQ, which have inputs as rows."""
         first, second = self._matrix(name)
         each = 32 // scheme.bits
         gptq = scheme.kind is Kind.GPTQ
@@ -161,11 +162,12 @@ class _Finder:
         if zeros not in self._specs:
             raise _Mismatch(f"{zeros} is missing")
         parts = {"codes": name, "scales": f"{base}.scales", "zeros": zeros}
-        parts |= self._those_there(indices=f"{base}.g_idx")
+        parts |= self._present(indices=f"{base}.g_idx")
         return PackedTensor(f"{base}.weight", PackedMatrix(scheme, rows, columns), (), parts)
 
     def _scaled(self, name: str, base: str, scheme: Scheme) -> PackedTensor:
-        """Codes in rows, with scales beside them; of e2m1, two in a byte."""
+        """Return a weight with codes in rows and scales beside them; a byte has two codes of
+        e2m1."""
         *stack, rows, columns = self._specs[name].shape if self._specs[name].shape else (0, 0)
         if len(stack) > 1 or rows == 0:
             raise _Mismatch(f"its shape is {list(self._specs[name].shape)}")
@@ -176,21 +178,21 @@ class _Finder:
         multiplied = f"{plain}_scale_2" in self._specs
         factor = f"{plain}_scale_2" if multiplied else f"{plain}_global_scale"
         parts = {"codes": name, "scales": scales}
-        parts |= self._those_there(factor=factor, zeros=f"{plain}_zero_point")
+        parts |= self._present(factor=factor, zeros=f"{plain}_zero_point")
         columns *= 2 if scheme.kind is Kind.E2M1 else 1
         divides = "factor" in parts and not multiplied
         matrix = PackedMatrix(scheme, rows, columns, divides)
         return PackedTensor(plain, matrix, tuple(stack), parts)
 
     def _scales_of(self, name: str) -> str | None:
-        """The scales of codes that are named like the plain weight."""
+        """Return the name of the scales of codes that are named like the plain weight."""
         plain = name.removesuffix("_packed")
         module = plain.removesuffix(".weight")
         names = (f"{plain}_scale_inv", f"{plain}_scale", f"{module}.scale")
         return next((each for each in names if each in self._specs and each != name), None)
 
     def _check(self, packed: PackedTensor) -> None:
-        """Raises `_Mismatch` if parts are missing, or have other types or shapes."""
+        """Raise `_Mismatch` if parts are missing, or have other types or shapes."""
         parts, matrix = packed.parts, packed.matrix
         if parts["scales"] not in self._specs:
             raise _Mismatch(f"{parts['scales']} is missing")
@@ -230,7 +232,7 @@ class _Finder:
             self._check_shape(zeros, packed, (groups, -(-rows // each)))
 
     def _check_shape(self, name: str, packed: PackedTensor, matrix: tuple[int, int]) -> None:
-        """Raises unless a tensor has this shape, with or without dimensions of one."""
+        """Raise unless a tensor has this shape, with or without dimensions of one."""
         shape, expected = self._specs[name].shape, (*packed.stack, *matrix)
         stacked = shape[: len(packed.stack)] == packed.stack
         if not stacked or _squeezed(shape) != _squeezed(expected):
@@ -244,8 +246,8 @@ class _Finder:
             raise _Mismatch(f"it is {_type(spec.dtype)} of the shape {list(spec.shape)}")
         return spec.shape[0], spec.shape[1]
 
-    def _those_there(self, **names: str) -> dict[str, str]:
-        """The parts that the checkpoint has."""
+    def _present(self, **names: str) -> dict[str, str]:
+        """Return the parts that the checkpoint has."""
         return {part: name for part, name in names.items() if name in self._specs}
 
     def _wrong(self, what: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""Experts that are packed while a plain checkpoint is read."""
+"""Packs experts while a plain checkpoint is read."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix, Parts
 from overspill.compute.quantize import BadWeight, quantize
-from overspill.compute.record_format import CODES, FormatBuilder, RecordFormat, stored_parts
+from overspill.compute.record_format import FormatBuilder, RecordFormat, stored_parts
+from overspill.compute.record_piece import CODES
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind, Scheme
@@ -21,14 +22,14 @@ _KINDS = ", ".join(QUANTIZATIONS)
 
 
 def check_quantization(name: str) -> None:
-    """Raises if `quantize` is unknown."""
+    """Raise if `quantize` is unknown."""
     if name not in QUANTIZATIONS:
         raise ConfigError(f"quantize={name!r} is unknown; give one of {_KINDS}")
 
 
 class QuantizedExperts:
-    """Reads experts of a plain checkpoint and packs them. Records are those of the packed
-    checkpoint that `overspill export --quantize` makes of it."""
+    """Source that reads experts of a plain checkpoint and packs them. Records are equal to those of
+    the packed checkpoint that `overspill export --quantize` makes of it."""
 
     ranks = NO_LOW_RANKS
 
@@ -39,11 +40,11 @@ class QuantizedExperts:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of one expert in float32, and of its packed tensors."""
+        """Bytes of one expert in float32, and of its packed tensors."""
         return 4 * self._recipes.layers[0].shape.numel + self.format.nbytes
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        """Reads one expert, and packs it into its record."""
+        """Read one expert, and pack it into its record."""
         layer = self._recipes.layers[expert.layer]
         weights = torch.empty(layer.shape.numel)
         self._recipes.fill(expert, weights)
@@ -54,7 +55,7 @@ class QuantizedExperts:
 def pack_record(
     format: RecordFormat, tensors: Sequence[Tensor], names: Sequence[str], record: Tensor
 ) -> None:
-    """Fills a record from the tensors of an expert in float32; errors call them `names`."""
+    """Fill a record from the tensors of an expert in float32; errors call them `names`."""
     for piece in format.pieces:
         rows = tensors[piece.tensor][piece.begin : piece.begin + piece.rows]
         parts = {CODES: rows}
@@ -65,7 +66,7 @@ def pack_record(
 
 
 def quantize_matrix(plain: Tensor, matrix: PackedMatrix, name: str) -> Parts:
-    """The parts of a plain matrix in float32; errors call it `name`."""
+    """Return the parts of a plain matrix in float32; errors call it `name`."""
     try:
         return quantize(plain.T if matrix.is_transposed else plain, matrix.scheme)
     except BadWeight as error:
@@ -73,7 +74,7 @@ def quantize_matrix(plain: Tensor, matrix: PackedMatrix, name: str) -> Parts:
 
 
 def check_plain(folder: Tensors, names: Iterable[str], option: str) -> None:
-    """Raises if one of these tensors is packed already; `option` would pack them."""
+    """Raise if one of these tensors is packed already; `option` would pack them."""
     for name in names:
         packed = folder.packed.get(name)
         if packed is not None and not packed.is_plain:
@@ -84,8 +85,8 @@ def check_plain(folder: Tensors, names: Iterable[str], option: str) -> None:
 
 
 def quantized_format(recipes: Recipes, name: str) -> RecordFormat:
-    """The records of experts that are packed. Gates and the matrices that they belong to are
-    packed apart, as checkpoints store them. Raises if some cannot be packed."""
+    """Return the format of packed records of experts. Gates and up matrices are packed separately,
+    as checkpoints store them. Raises if some matrices cannot be packed."""
     for number, experts in enumerate(recipes.layers):
         for index in range(experts.n_experts):
             _check_dtypes(recipes, ExpertId(number, index))
@@ -101,9 +102,9 @@ def build_format(
     dtypes: Sequence[torch.dtype],
     names: Sequence[str],
 ) -> RecordFormat:
-    """The records of experts whose matrices are packed as `name` says, the gate by itself if
-    `gate_apart`. `dtypes` and `names` are those of the tensors of an expert; biases keep their
-    dtype. Raises if groups do not divide rows."""
+    """Return the format of records whose matrices are packed as `name`, the gate separately if
+    `gate_apart`. `dtypes` and `names` belong to the tensors of an expert; biases keep their dtype.
+    Raises if groups do not divide rows."""
     scheme, builder = QUANTIZATIONS[name], FormatBuilder(shape)
     group = scheme.block[1] or 0
     for number, size in enumerate(shape.sizes):
@@ -126,7 +127,7 @@ def build_format(
 
 
 def splits_gate(layer: HuggingFaceExperts) -> bool:
-    """Whether the first matrix of an expert is two, one below the other."""
+    """Return whether the first matrix of an expert is two matrices, one below the other."""
     return (
         isinstance(layer, StackedExperts)
         and layer.shape.gated

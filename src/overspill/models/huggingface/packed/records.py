@@ -1,16 +1,11 @@
-"""Experts that stay packed: what of a checkpoint is in their records."""
+"""Records of experts that stay packed, from the tensors of a checkpoint."""
 
 import torch
 from torch import Tensor
 
 from overspill.compute.packed_matrix import PackedMatrix
-from overspill.compute.record_format import (
-    CODES,
-    FormatBuilder,
-    MixedFormat,
-    RecordFormat,
-    stored_parts,
-)
+from overspill.compute.record_format import FormatBuilder, MixedFormat, RecordFormat, stored_parts
+from overspill.compute.record_piece import CODES
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.core.packing import Kind
@@ -20,8 +15,8 @@ from overspill.tiers.layout import NO_LOW_RANKS
 
 
 class PackedExperts:
-    """Reads experts as a checkpoint stores them. All of a layer must be packed in the same way, as
-    is checked before any memory is allocated."""
+    """Source that reads experts as a checkpoint stores them. All experts of a layer must be packed
+    in the same way, which is checked before any memory is allocated."""
 
     ranks = NO_LOW_RANKS
 
@@ -53,7 +48,7 @@ class PackedExperts:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the largest part of an expert."""
+        """Bytes of the largest part of an expert."""
         return self.format.nbytes
 
     def _format_of(self, expert: ExpertId) -> RecordFormat:
@@ -65,7 +60,7 @@ class PackedExperts:
         return builder.build()
 
     def fill(self, expert: ExpertId, record: Tensor) -> None:
-        """Reads one expert into its record, and checks it."""
+        """Read one expert into its record, and check it."""
         sources = self._recipes.stored(expert)
         pieces = self.format.of_layer(expert.layer).pieces
         for piece, (tensor, key, number) in zip(pieces, sources, strict=True):
@@ -76,7 +71,8 @@ class PackedExperts:
     def _stored(
         self, expert: ExpertId, tensor: int, key: str, number: int, read: bool
     ) -> tuple[PackedMatrix | None, dict[str, Tensor]]:
-        """What records have of a tensor of the checkpoint; without `read` without values."""
+        """Return the parts of a tensor of the checkpoint that records have; without `read` they
+        have no values."""
         packed = self._folder.packed.get(key)
         if packed is not None and not packed.is_plain:
             if packed.matrix.scheme.kind is Kind.BLOCKS:

@@ -1,4 +1,4 @@
-"""A packed weight: what a checkpoint stores of it, and its values."""
+"""Packed weights: the tensors that a checkpoint stores of them, and their values."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,48 +12,49 @@ from overspill.core.errors import CheckpointError
 from overspill.tiers.safetensors_stream import TensorSpec
 
 Read = Callable[[str, int], Tensor]
-"""Reads one matrix of a stored tensor: (name, number of the matrix)."""
+"""Function that reads one matrix of a stored tensor: (name, number of the matrix)."""
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix of codes and scales, or a stack of such matrices, by the names of its parts."""
+    """Matrix of codes and scales, or a stack of such matrices, by the names of its parts."""
 
     name: str
-    """Of the plain tensor."""
+    """Name of the plain tensor."""
     matrix: PackedMatrix
     stack: tuple[int, ...]
-    """Number of matrices if there is a dimension for it."""
+    """Dimension for the number of matrices, if there is one."""
     parts: Mapping[str, str]
-    """The names of stored tensors by the fields of `Parts`."""
+    """Names of stored tensors by the fields of `Parts`."""
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        """Of one plain matrix."""
+        """Shape of one plain matrix."""
         return self.matrix.shape
 
     @property
     def kind(self) -> str:
-        """How values are packed, for messages."""
+        """Description of the packing, for messages."""
         return str(self.matrix.scheme.kind)
 
     @property
     def is_plain(self) -> bool:
-        """Whether values are stored unpacked, only in another order."""
+        """Whether values are stored unpacked, but in another order."""
         return False
 
     @property
     def spec(self) -> TensorSpec:
-        """Type and shape of the plain tensor: float32 holds the products exactly."""
+        """Type and shape of the plain tensor: float32 represents the products exactly."""
         return TensorSpec(torch.float32, (*self.stack, *self.matrix.shape))
 
     def place(self, name: str, spec: TensorSpec, number: int) -> tuple[int, tuple[int, ...]]:
-        """First element and shape of a matrix of the stored tensor `name`, which is a stack."""
+        """Return the first element and shape of a matrix of the stored tensor `name`, which is a
+        stack."""
         shape = spec.shape[len(self.stack) :]
         return number * math.prod(shape), shape
 
     def read_parts(self, read: Read, number: int) -> Parts:
-        """The parts of one matrix. Raises if their values cannot be used."""
+        """Return the parts of one matrix. Raises if their values cannot be used."""
         parts = self.parts_of(lambda name: read(name, number))
         try:
             self.matrix.check(parts)
@@ -68,16 +69,16 @@ class PackedTensor:
         )
 
     def parts_of(self, read: Callable[[str], Tensor]) -> Parts:
-        """The parts by their names."""
+        """Return the parts of one matrix by their names."""
         return Parts(**{field: read(name) for field, name in self.parts.items()})
 
     def read(self, read: Read, offset: int, out: Tensor) -> None:
-        """Fills `out` with whole matrices from element `offset` on."""
+        """Fill `out` with whole matrices from element `offset` on."""
         for number, part in self._matrices(offset, out):
             self.matrix.unpack(self.read_parts(read, number), part)
 
     def _matrices(self, offset: int, out: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Numbers and places of the matrices in `out`."""
+        """Yield numbers and places of the matrices in `out`."""
         each = math.prod(self.matrix_shape)
         first, count = offset // each, out.numel() // each
         if (first * each, count * each) != (offset, out.numel()):

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,call-arg,arg-type"
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-calls=False
-"""Messages to the CPU, which computes experts that are not on the device, and its results."""
+"""Requests to the CPU, which computes experts that are not on the device, and its results."""
 
 from typing import NamedTuple
 
@@ -15,17 +15,18 @@ from overspill.compute.decode.launch import after, early, power
 from overspill.compute.misses import MissBuffers
 
 
-class HostRows(NamedTuple):
-    """What the CPU adds to some rows: float32 in pinned memory, where `missed_B` is not 0, once
-    `done` is 1."""
+class CpuRows(NamedTuple):
+    """Rows that the CPU computes, float32 in pinned memory. A row is valid if its `missed_B` is not
+    0, once `done` is 1."""
 
     out_BD: Tensor
     missed_B: Tensor
     done: Tensor
 
     def prepare(self) -> int:
-        """How a kernel that adds them waits: 1 for each row. With several rows another kernel
-        waits first, and 2 is returned: each look is a read over the link, which delays others."""
+        """Return how a kernel that adds these rows waits: 1 if it waits at each row. With several
+        rows another kernel waits first, and 2 is returned, because each look at the flag is a read
+        over the link, which delays others."""
         n_rows = len(self.missed_B)
         if n_rows < constants.SEVERAL:
             return 1
@@ -36,9 +37,9 @@ class HostRows(NamedTuple):
         return 2
 
 
-class Request(NamedTuple):
-    """Tells the CPU that a list of misses is complete, if there are any: `done` becomes 0, then
-    `ready` 1."""
+class MissRequest(NamedTuple):
+    """Flags that tell the CPU that a list of misses is complete, if there are misses: `done`
+    becomes 0, then `ready` 1."""
 
     ready: Tensor
     done: Tensor
@@ -52,23 +53,24 @@ class RequestArguments(NamedTuple):
     constants: tuple[int, bool]  # REQUEST, ON_GPU
 
 
-def request_arguments(request: Request | None, offsets_BK: Tensor) -> RequestArguments:
-    """For a batch with these experts. Without a request, no memory is used."""
+def request_arguments(request: MissRequest | None, offsets_BK: Tensor) -> RequestArguments:
+    """Return the arguments for a batch with these experts. Without a request, the kernel uses no
+    memory."""
     n_rows, on_gpu = len(offsets_BK), offsets_BK.is_cuda
     if request is None:
         return RequestArguments((offsets_BK, offsets_BK, offsets_BK, n_rows), (0, on_gpu))
     return RequestArguments((*request, n_rows), (power(n_rows), on_gpu))
 
 
-def announce(
+def hint(
     ids_BK: Tensor, real_B: Tensor | None, table_E: Tensor, layer: int, misses: MissBuffers
 ) -> None:
-    """Tells the CPU which experts of a later layer are not on the device. Nothing waits for it, and
-    what the CPU finds may be incomplete. All rows count if `real_B` is None."""
+    """Tells the CPU which experts of a later layer are not on the device. Nothing waits for this
+    hint, and the CPU may find it incomplete. All rows count if `real_B` is None."""
     n_rows, top_k = ids_BK.shape
     count = n_rows * top_k
     assert count <= len(misses.ahead_N)
-    _announce_kernel[(1,)](
+    _hint_kernel[(1,)](
         ids_BK, ids_BK if real_B is None else real_B, table_E, misses.ahead_N, misses.ahead_count,
         count, layer * len(table_E), top_k, power(count), real_B is not None, num_warps=1,
         **early(ids_BK.device),
@@ -76,7 +78,7 @@ def announce(
 
 
 @triton.jit
-def _announce_kernel(
+def _hint_kernel(
     ids, is_real, table, ahead, ahead_count, count, first, TOP_K: tl.constexpr, SIZE: tl.constexpr,
     REAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +106,8 @@ def _fence(ON_GPU: tl.constexpr):
 
 @triton.jit
 def send_request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.constexpr):
-    """One program of a kernel raises the flag, after the kernel that has written the list."""
+    """Raises the flag of a request in one program of a kernel, after the kernel that has written
+    the list."""
     if REQUEST > 0:  # noqa: SIM102, known to the compiler
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             rows = tl.arange(0, REQUEST)
@@ -115,8 +118,8 @@ def send_request(ready, done, missed, n_rows, REQUEST: tl.constexpr, ON_GPU: tl.
 
 
 @triton.jit
-def await_host(done, count, ON_GPU: tl.constexpr):
-    """Until the CPU has computed `count` misses, if there are any."""
+def await_cpu(done, count, ON_GPU: tl.constexpr):
+    """Waits until the CPU has computed the misses, unless `count` is 0."""
     if count > 0:
         seen = tl.load(done, volatile=True)
         while seen == 0:
@@ -136,11 +139,11 @@ def _wait_kernel(
     after(EARLY)
     rows = tl.arange(0, ROWS)
     count = tl.sum(tl.load(missed + rows, mask=rows < n_rows, other=0), 0)
-    await_host(done, count, ON_GPU)
+    await_cpu(done, count, ON_GPU)
 
 
-def add_host_rows(y_BD: Tensor, host: HostRows) -> None:
-    """Adds what the CPU has computed to float32 rows, in place."""
+def add_cpu_rows(y_BD: Tensor, host: CpuRows) -> None:
+    """Adds the results of the CPU to float32 rows, in place."""
     n_rows, width = y_BD.shape
     _add_rows_kernel[(n_rows,)](
         y_BD, *host, width, host.prepare(), power(width), y_BD.is_cuda, num_warps=4,
@@ -158,7 +161,7 @@ def _add_rows_kernel(
     columns = tl.arange(0, BLOCK)
     count = tl.load(missed + row)
     if HOST == 1:
-        await_host(done, count, ON_GPU)
+        await_cpu(done, count, ON_GPU)
     at = row * width + columns
     own = (columns < width) & (count > 0)
     total = tl.load(y + at, mask=own, other=0.0)
