@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.dense_memory import DenseMemory
-from overspill.moe.pregate import computes_pregate
 from overspill.transfer.driver import copy_on
 from overspill.transfer.streams import CopyStream, StreamEvent, record_event, wait_event
 
@@ -109,6 +108,23 @@ class _Copy:
     block: DenseBlock
     tensors: list[Tensor]
     arrived: StreamEvent
+
+
+class _Thread(threading.local):
+    reads_in_place = False
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def read_in_place() -> Iterator[None]:
+    """Modules that this thread calls within the block read their weights in host memory."""
+    before, _THREAD.reads_in_place = _THREAD.reads_in_place, True
+    try:
+        yield
+    finally:
+        _THREAD.reads_in_place = before
 
 
 class DenseWeights:
@@ -219,8 +235,8 @@ class DenseWeights:
     def _use(self, block: DenseBlock, *_: object) -> None:
         """A module of `block` is called."""
         current = self._current
-        if (current is not None and current.block is block) or computes_pregate():
-            return  # a pre-gate of another block is small: it is read where it is
+        if (current is not None and current.block is block) or _THREAD.reads_in_place:
+            return
         # copies are used by graphs, which inference mode does not allow
         with self._lock, DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if not self._is_alone():

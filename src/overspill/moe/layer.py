@@ -15,9 +15,9 @@ from overspill.moe.autograd import routed_experts
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
 from overspill.moe.init import expert_generator, init_expert_
-from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder, stacked
 from overspill.moe.router import Router
-from overspill.moe.state_dict import show_experts, split_record, stacked
+from overspill.moe.state_dict import show_experts, split_record
 
 
 class MoE(nn.Module):

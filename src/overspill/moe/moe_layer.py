@@ -24,9 +24,9 @@ from overspill.moe.pipeline.experts import Experts
 from overspill.moe.pipeline.link import Link
 from overspill.moe.pipeline.speeds import measure_speeds
 from overspill.moe.pipeline.tuner import Tuner
-from overspill.moe.placeholder import ExpertPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, stacked
 from overspill.moe.router import Router
-from overspill.moe.state_dict import show_experts, split_record, stacked
+from overspill.moe.state_dict import show_experts, split_record
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.reuse import REUSING, STRATEGIES, Speeds, Strategy, cheapest, strategy_named

@@ -29,6 +29,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.moe import pregate_cover
 from overspill.moe.autograd_state import graph_task, in_function
 from overspill.moe.decoding import current_decoder
+from overspill.moe.dense_weights import read_in_place
 from overspill.moe.placeholder import ExpertPlaceholder
 
 _CARRIED = "_overspill_carried"
@@ -84,7 +85,7 @@ class ChainGate:
             for name in self.arguments[1:]
             if name in given or hasattr(self.block, name)
         }
-        with _PASSES.at_pregate():
+        with read_in_place():  # the gate is small, and of another block
             return plain_forward(self.gate)(hidden, **others)
 
 
@@ -151,11 +152,6 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
     chains.append(Chain(key, level, gates))
     if len(chains) == 1:
         replace_forward(stack, _run_stack, keep_module=True)
-
-
-def computes_pregate() -> bool:
-    """Whether this thread computes a pre-gate, a module of a later block than the current one."""
-    return _PASSES.computes_pregate
 
 
 def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]:
@@ -268,15 +264,6 @@ class _Passes(threading.local):
 
     def __init__(self) -> None:
         self.running: list[_Pass] = []
-        self.computes_pregate = False
-
-    @contextmanager
-    def at_pregate(self) -> Iterator[None]:
-        self.computes_pregate = True
-        try:
-            yield
-        finally:
-            self.computes_pregate = False
 
     def current(self, key: ChainKey) -> _Pass | None:
         """The pass that a call belongs to; None if it is a recomputation, or none is running."""

@@ -1,7 +1,7 @@
 """State dicts of offloaded models, with the names and shapes of the plain model."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,27 +11,7 @@ from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory
 from overspill.moe.lazy_tensor import LazyTensor
-from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
-
-
-class Place(NamedTuple):
-    """Where the plain model has one tensor of an expert."""
-
-    name: str
-    expert: int | None
-    """The expert's index in a stack of all experts; None: the tensor is this expert's alone."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The expert's part of the plain model's tensor `name`."""
-        return tensor if self.expert is None else tensor[self.expert]
-
-
-Places = Callable[[int], Sequence[Place]]
-"""The places of an expert's tensors, in the order of its record."""
-
-
-def stacked(names: Sequence[str]) -> Places:
-    return lambda index: [Place(name, index) for name in names]
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder, Place, Places
 
 
 class PartialStack:
