@@ -70,11 +70,12 @@ class Engine:
         self.experts = part.experts
         self.n_experts = part.experts.n_global  # of a layer over all processes
         self.ranks = part.ranks
-        self.shape, self.dtype = layout.shape, layout.dtype
+        self.layout, self.shape, self.dtype = layout, layout.shape, layout.dtype
+        self.expert_parameters = part.layers.n_layers * self.n_experts * layout.shape.numel
         self.device = device
         self.placement = placement
         self.recorder = recorder
-        self._settings = settings
+        self.settings = settings
         counts = spread_residents(placement.residents, part.n_layers, part.experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
@@ -118,7 +119,7 @@ class Engine:
             """Token rows of other ranks; None: none divide the experts of a layer."""
             self.popularity = Popularity(
                 self._streaming, store, self.stage_order,
-                lambda: self._settings.popularity == "learned",
+                lambda: self.settings.popularity == "learned",
             )  # fmt: skip
             undo.pop_all()
 
@@ -141,7 +142,7 @@ class Engine:
         gradients = ExpertGradients(
             self._residents,
             self._store,
-            self._settings.threads or usable_cores(),
+            self.settings.threads or usable_cores(),
             lambda: self._streaming.gradients,
             lambda keep: self._moves.reserve(keep),
         )
@@ -154,12 +155,12 @@ class Engine:
         if node is None or node.size == 1:
             return None
         sharing = self.part.sharing
-        exchange = exchange_among(node, self.device, self.recorder, self._settings.inject)
+        exchange = exchange_among(node, self.device, self.recorder, self.settings.inject)
         placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
         return RankRows(exchange, self._store, placer, self._now)
 
     def _now(self) -> Now:
-        return Now(self._settings, self.memory.free_bytes())
+        return Now(self.settings, self.memory.free_bytes())
 
     # -- its parts ----------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Engine:
 
     @property
     def training(self) -> TrainingStep:
-        self.check_open()
+        self.lifetime.check()
         if self._training is None:
             raise OrderError(
                 "the model was offloaded for inference; call model.train() before offload() (a "
@@ -187,18 +188,8 @@ class Engine:
     def exclusive(self) -> AbstractContextManager[object]:
         """The lock of the thread that runs a layer's pass, a step or `flush`: they share slots,
         gradients and the step cursor. Passes of several threads may come in any order."""
-        self.check_open()  # first: in a forked child no thread would release the lock
+        self.lifetime.check()  # first: in a forked child no thread would release the lock
         return self._lock
-
-    # -- its experts --------------------------------------------------------------------------
-
-    @property
-    def layout(self) -> RecordLayout:
-        return self.records.layout
-
-    @property
-    def expert_parameters(self) -> int:
-        return self.layer_map.n_layers * self.n_experts * self.shape.numel
 
     # -- residents --------------------------------------------------------------------------------
 
@@ -240,14 +231,6 @@ class Engine:
         """See `EngineMemory.bytes_by_tier`."""
         return self.memory.bytes_by_tier()
 
-    def budget_by_tier(self) -> dict[str, int | None]:
-        """See `EngineMemory.budget_by_tier`."""
-        return self.memory.budget_by_tier()
-
-    def gpu_use(self) -> dict[str, int] | None:
-        """See `EngineMemory.gpu_use`."""
-        return self.memory.gpu_use()
-
     # -- passes -------------------------------------------------------------------------------
 
     def recover(self) -> None:
@@ -273,31 +256,27 @@ class Engine:
         move experts."""
         self.recover()
         if layer_pass.layer == 0 and self.stage_order.begins_step:
-            follow = self._settings.follow_usage and self._settings.activations != "keep"
+            follow = self.settings.follow_usage and self.settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)
 
     # -- settings -----------------------------------------------------------------------------
 
     @property
-    def settings(self) -> Settings:
-        return self._settings
-
-    @property
     def overlap_updates(self) -> bool:
-        return self._settings.overlap_updates
+        return self.settings.overlap_updates
 
     def switch(self, settings: Settings) -> None:
         """Turns techniques on or off between steps, to measure what each gains."""
         for name in (
             "max_rows", "threads", "inject", "cpu_policy", "residency", "placement", "popularity",
         ):  # fmt: skip
-            if getattr(settings, name) != getattr(self._settings, name):
+            if getattr(settings, name) != getattr(self.settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         if self.rank_rows is not None:
             self.rank_rows.check(settings)
         self.flush()
         self._streaming.set_settings(settings)  # first: it may refuse them
-        self._settings = settings
+        self.settings = settings
         self._resident_compute.set_grouped(settings.waves)
 
     # -- lifetime -----------------------------------------------------------------------------
@@ -305,7 +284,7 @@ class Engine:
     def flush(self) -> None:
         """Waits until every transfer and update has ended."""
         with self.exclusive():
-            self.check_open()
+            self.lifetime.check()
             self._moves.wait()
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -313,10 +292,6 @@ class Engine:
             "the engine of an offloaded model can be neither pickled nor copied; save "
             "model.state_dict(), or call overspill.save(model, folder)"
         )
-
-    def check_open(self) -> None:
-        """Raises if the engine was closed, or is another process's."""
-        self.lifetime.check()
 
     def check_whole(self, what: str) -> None:
         """Raises if other ranks hold experts of this model."""

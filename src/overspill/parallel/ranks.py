@@ -19,8 +19,6 @@ from overspill.transfer.streams import to_host
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_BUCKET = 1 << 24  # elements that are averaged at once
-
 
 class Ranks:
     """The ranks of a mesh. Token rows and gradients travel through the group of the mesh, numbers
@@ -56,14 +54,10 @@ class Ranks:
         """Whether tensors of the device travel through host memory."""
         self._host_group = self._group
         if "cpu:gloo" not in backends:
-            self._host_group = self.new_host_group()
+            self._host_group = self.new_group()
 
-    def new_host_group(self) -> dist.ProcessGroup:
-        """Another group of the same ranks, over gloo. Called by all of them."""
-        return self.new_group("gloo")
-
-    def new_group(self, backend: str) -> dist.ProcessGroup:
-        """Another group of the same ranks."""
+    def new_group(self, backend: str = "gloo") -> dist.ProcessGroup:
+        """Another group of the same ranks. Called by all of them."""
         members = dist.get_process_group_ranks(self._group)
         return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
@@ -116,15 +110,6 @@ class Ranks:
         with self.calling():
             dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group)
 
-    def average_(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its mean over ranks: the same bits on all. Sums are float32."""
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
-            flat = self.total(flat).mul_(1 / self.size)
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
-
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: the same bits on all. `tensor` may be changed."""
         total = to_host(tensor) if self.through_host else tensor
@@ -154,9 +139,6 @@ class Ranks:
         with self.calling():
             dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
         return out
-
-    def sum(self, value: float) -> float:
-        return self.sums([value])[0]
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each value."""
@@ -281,14 +263,3 @@ def _group_of(mesh: "DeviceMesh") -> dist.ProcessGroup:
         return dist.group.WORLD
     members = mesh.mesh.flatten().tolist()
     return dist.new_group(members, use_local_synchronization=True)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > _BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

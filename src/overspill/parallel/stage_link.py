@@ -40,7 +40,7 @@ class StageLink:
         self._sent: deque[tuple[Any, Tensor]] = deque()  # memory that is still read
         self._failed: set[int] = set()  # neighbours that have left the pass
         self._in_message = False  # whether the next tensor to receive is not a header
-        self._host_group = ranks.new_host_group()
+        self._host_group = ranks.new_group()
         # With NCCL two ranks that send to each other at once would both wait in one group.
         nccl = device.type == "cuda" and not ranks.through_host
         self._groups = [ranks.new_group("nccl") for _ in range(4)] if nccl else None

@@ -73,7 +73,7 @@ class StagedExchange(Exchange):
         super().__init__(device, recorder, inject)
         self.rank, self.size = ranks.rank, ranks.size
         self.ranks = ranks
-        self._group = ranks.new_host_group()
+        self._group = ranks.new_group()
         self._outwards = WorkStream("exchange out", device, self.recorder, inject)
         self._inwards = WorkStream("exchange in", device, self.recorder, inject)
         self._jobs: _Jobs = queue.SimpleQueue()
