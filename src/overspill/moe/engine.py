@@ -237,14 +237,14 @@ class Engine:
         """Before a pass or a decoding step: a failure of transfers in an earlier one is over."""
         self._streaming.recover()
 
-    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
-        """A pre-gate has chosen these experts for the next forward through a layer: they are
-        uploaded, and read from disk, with those of the layers before it. Not with several ranks:
-        they do not know yet which tokens of others they get."""
+    def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """Lets experts that a pre-gate has chosen for the next forward through a layer be uploaded,
+        and read from disk, with those of the layers before it. No-op with several ranks: they do
+        not know yet which tokens of others they get."""
         streaming = self._streaming.started if self.rank_rows is None else None
         if streaming is not None and sum(self._store.residents) < len(self._store.entries):
             with self.exclusive():
-                streaming.compute.announce(layer, expert_ids_TK)
+                streaming.compute.hint(layer, expert_ids_TK)
 
     @property
     def balance(self) -> Balance | None:

@@ -109,7 +109,7 @@ class ExpertMoves:
             for swap in swaps:
                 self._records.swap(*swap)
                 with self._store.lock:
-                    streaming.compute.cursor.swap(*swap)
+                    streaming.compute.cursor.counts_ahead.swap(*swap)
 
     def _check_swaps(self, swaps: Sequence[Swap]) -> None:
         if self._residents.has_states:

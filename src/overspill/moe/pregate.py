@@ -391,26 +391,26 @@ def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
         routing = later.compute(given, hidden)
         running.put(number, routing)
         if not torch.is_grad_enabled():
-            _announce(later, routing)
+            _hint(later, routing)
     return result
 
 
-def _announce(gate: ChainGate, routing: Any) -> None:
-    """Experts of a later block are known: they are uploaded, or read, meanwhile."""
+def _hint(gate: ChainGate, routing: Any) -> None:
+    """Lets the experts of a later block be uploaded, or read, meanwhile."""
     experts = gate.experts.parameters()
     placeholder = next((p for p in experts if isinstance(p, ExpertPlaceholder)), None)
     if placeholder is None or placeholder.source is not None:
         return
     ids = gate.read_ids(gate, routing)
     if (decoder := current_decoder()) is not None:
-        decoder.announce(placeholder, ids)
+        decoder.hint(placeholder, ids)
     else:
-        placeholder.engine.announce(placeholder.layer, ids)
+        placeholder.engine.hint(placeholder.layer, ids)
 
 
 def check_selected(experts: nn.Module, selected: Tensor) -> None:
     """Raises if a block calls its experts with other ids (or another mask) than those in the result
-    of its pre-gate, from which the experts were announced."""
+    of its pre-gate, from which experts were uploaded ahead."""
     chosen_by = vars(experts).get(_CHOSEN_BY)
     if chosen_by is None or torch.compiler.is_compiling():
         return

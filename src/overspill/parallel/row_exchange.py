@@ -77,7 +77,7 @@ class SentRows:
     shared: dict[int, tuple[int, ...]]
     """The ranks that compute an expert, by its global id, unless its owner alone does."""
     versions: list[int]
-    """Of the weights of each expert, as its owner has announced it."""
+    """The version of each expert's weights that its owner has published."""
     most_rows: int
     """Rows that the rank with most of them computes."""
 

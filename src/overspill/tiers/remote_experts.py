@@ -12,8 +12,8 @@ from overspill.tiers.slab import HostSlab
 
 
 class RemoteExpert(Entry):
-    """The entry of such an expert. Its `version` is the one that its owner has announced for the
-    current pass; the weights are current when the owner's word shows it."""
+    """The entry of an expert of another rank. `version` is the one that its owner has published for
+    the current pass; the weights are current when the owner's word shows it."""
 
     __slots__ = ("_index", "_owner", "_slab")
 

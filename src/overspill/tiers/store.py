@@ -126,8 +126,8 @@ class ExpertStore(ExpertPlaces):
             return [entry.version for entry in self.layer_entries(layer)]
 
     def expect(self, layer: int, versions: Sequence[int]) -> None:
-        """The versions of all experts of a layer, by their ids, as their owners have announced
-        them for a pass."""
+        """Sets the versions of a layer's remote experts for a pass. `versions` are those that the
+        owners have published, by expert id."""
         with self.lock:
             for remote in () if self.remote_experts is None else self.remote_experts.of(layer):
                 remote.version = versions[remote.id.index]

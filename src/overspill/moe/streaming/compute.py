@@ -66,7 +66,7 @@ class StreamingCompute(ExpertCompute):
         self._optimizer = optimizer
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
-        self._announced: dict[int, Tensor] = {}  # rows of each expert, by layer
+        self._hints: dict[int, Tensor] = {}  # rows of each expert, by layer
         self._predicted: dict[int, tuple[Tensor, float]] = {}  # and for how many tokens one stands
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         store.watch_device(self._device_busy)
@@ -142,36 +142,37 @@ class StreamingCompute(ExpertCompute):
             unsorted=allowed and self._expects_split(layer_pass.layer),
             counts=layer_pass.known_counts,
         )
-        self._follow_announced(first=layer_pass.layer == 0)
+        self._follow_hints(first=layer_pass.layer == 0)
         self._enter(layer_pass, phase)
         self.trace.enter_experts()
 
-    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
-        """Nothing waits for the device: its counts are read when the next pass begins, which has
-        waited for those of its own."""
-        self._announced[layer] = self.dispatcher.start_count(layer, expert_ids_TK)
+    def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """Notes the experts of the next forward through a layer. Does not wait for the device:
+        their counts are read when the next pass begins, which has waited for its own."""
+        self._hints[layer] = self.dispatcher.start_count(layer, expert_ids_TK)
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether a prediction of the next forward through a layer is worth its time."""
         with self._store.lock:
-            return self.cursor.wants_prediction(layer)
+            return self.cursor.counts_ahead.wants_prediction(layer)
 
     def predict(self, layer: int, expert_ids_NK: Tensor, tokens_each: float) -> None:
-        """As `announce`, for experts that tokens will only likely have, each of which stands for
-        `tokens_each` tokens."""
+        """Notes the experts that tokens will likely have, as `hint` does; each of the N tokens
+        stands for `tokens_each`."""
         counts_E = self.dispatcher.start_count(layer, expert_ids_NK)
         self._predicted[layer] = counts_E, tokens_each
 
-    def _follow_announced(self, first: bool) -> None:
-        announced, self._announced = self._announced, {}
+    def _follow_hints(self, first: bool) -> None:
+        hints, self._hints = self._hints, {}
         predicted, self._predicted = self._predicted, {}
+        ahead = self.cursor.counts_ahead
         with self._store.lock:
-            if first:  # what an earlier pass has announced is over: it may have failed
-                self.cursor.forget_announced()
-            for layer, counts_E in announced.items():
-                self.cursor.announce(layer, counts_E.tolist())
+            if first:  # the pass of earlier hints is over: it may have failed
+                ahead.forget_hints()
+            for layer, counts_E in hints.items():
+                ahead.hint(layer, counts_E.tolist())
             for layer, (counts_E, tokens_each) in predicted.items():
-                self.cursor.predict(layer, [tokens_each * count for count in counts_E.tolist()])
+                ahead.predict(layer, [tokens_each * count for count in counts_E.tolist()])
 
     def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
         self._store.lifetime.check()

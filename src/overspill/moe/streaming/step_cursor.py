@@ -22,7 +22,8 @@ class StepCursor:
         self._visit: StageVisit | None = None  # if micro-batches pass the model in stages
         self.passes = 0  # passes through layers so far
         self._training = True  # whether a backward follows the current forward
-        self._counts_ahead = ExpectedCounts(n_layers)
+        self.counts_ahead = ExpectedCounts(n_layers)
+        """Token rows of each expert in the next passes."""
         self._counts: Sequence[int] = [1] * n_local  # of the current pass
         self._finished: set[int] = set()  # experts that the current pass is done with
 
@@ -32,7 +33,7 @@ class StepCursor:
         self.here, self._counts, self._finished = Position(layer, phase), counts, set()
         if phase is Phase.FORWARD:
             self._training = training
-            self._counts_ahead.observe(layer, counts)
+            self.counts_ahead.observe(layer, counts)
 
     def follow_stage(self, visit: StageVisit | None) -> None:
         """The next passes are those of a micro-batch in a stage."""
@@ -47,26 +48,6 @@ class StepCursor:
         if not fits(range(visit.first, visit.stop)):
             return 1
         return visit.passes(self.next_phase(layer))
-
-    def announce(self, layer: int, counts: Sequence[int]) -> None:
-        """The token rows of each expert in the next forward through a layer."""
-        self._counts_ahead.announce(layer, counts)
-
-    def wants_prediction(self, layer: int) -> bool:
-        """Whether a prediction of the next forward through a layer is worth its time."""
-        return self._counts_ahead.wants_prediction(layer)
-
-    def predict(self, layer: int, counts: Sequence[float]) -> None:
-        """The token rows of each expert that the popularity predictor expects there."""
-        self._counts_ahead.predict(layer, counts)
-
-    def forget_announced(self) -> None:
-        """Nothing is known of a forward that has not begun."""
-        self._counts_ahead.forget_announced()
-
-    def swap(self, layer: int, first: int, second: int) -> None:
-        """The experts at two positions were swapped."""
-        self._counts_ahead.swap(layer, first, second)
 
     def finish(self, positions: Sequence[int]) -> None:
         """The current pass is done with these experts."""
@@ -87,12 +68,12 @@ class StepCursor:
         """The token rows of each expert in the layer's next pass, and how they are known."""
         if layer == self.here.layer:
             return self._counts, CountSource.ROUTING
-        return self._counts_ahead.expected(layer, self.next_phase(layer))
+        return self.counts_ahead.expected(layer, self.next_phase(layer))
 
     def last_counts(self) -> list[Sequence[int] | Sequence[float] | None]:
         """The token rows of each expert in the last forward through each layer; None before it."""
         layers = range(self.n_layers)
-        return [self._counts_ahead.expected(layer, Phase.BACKWARD)[0] for layer in layers]
+        return [self.counts_ahead.expected(layer, Phase.BACKWARD)[0] for layer in layers]
 
     def busy(self, layer: int, least: float = 0.5) -> list[int]:
         """The streamed experts of a layer that are expected to have tokens; all, if nothing is
