@@ -56,7 +56,7 @@ def settings(args: argparse.Namespace, residency: bool) -> overspill.Settings:
 
 def follow_link(engine: Engine, link: float | None) -> None:
     """The costs of uploads were measured with the whole link."""
-    split: Any = engine.compute.split  # type: ignore[attr-defined]
+    split: Any = engine.compute.streamer.split  # type: ignore[union-attr]
     if link is None or split.costs is None:
         return
     seconds = engine.layout.weight_bytes / (link * 1e9)

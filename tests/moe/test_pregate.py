@@ -463,7 +463,7 @@ def test_a_pass_forgets_hints_of_one_that_has_failed() -> None:
         overspill.pregate(GPTMoE(config).eval(), 2), mode="host", slots=24, device="cpu",
         quiet=True, progress=False,
     )  # fmt: skip
-    expected = model.overspill.compute.cursor.expected
+    expected = model.overspill.compute.streamer.cursor.expected
     sources: list[list[str]] = []
 
     def note(*_: object) -> None:

@@ -21,7 +21,6 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.addresses import Addresses
-from overspill.moe.compute import ExpertCompute
 from overspill.moe.dense_part import DensePart
 from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.engine_memory import EngineMemory
@@ -29,10 +28,10 @@ from overspill.moe.expert_moves import ExpertMoves
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.model_part import ModelPart
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.popularity import Popularity
-from overspill.moe.rank_rows import Now, RankRows
+from overspill.moe.rank_rows import PassConditions, RankRows
 from overspill.moe.records import ExpertRecords
-from overspill.moe.residents.compute import ResidentCompute
 from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance, RowPlacer
 from overspill.moe.settings import Settings
@@ -90,14 +89,15 @@ class Engine:
             self.records = ExpertRecords(store, residents)
             self.addresses = Addresses(store, residents, recorder, settings.inject)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
-            self._streaming = LazyStreaming(self._new_streaming(progress, costs), settings)
+            dispatcher = LocalDispatcher(store.computed, device)
+            new_streaming = self._new_streaming(dispatcher, progress, costs)
+            self._streaming = LazyStreaming(new_streaming, settings)
             undo.callback(self._streaming.close)
             self._training = self._new_training() if placement.training else None
             self._lock = threading.RLock() if self._training is None else self._training.lock
-            dispatcher = LocalDispatcher(store.maps, device)
             max_rows = settings.max_rows or placement.max_rows
-            self._resident_compute = ResidentCompute(
-                residents, store.lifetime, dispatcher, max_rows, settings.waves
+            self.compute = PooledExperts(
+                store, residents, self._streaming, dispatcher, max_rows, settings.waves
             )
             self._moves = ExpertMoves(
                 store, residents, self.records, placement, self._training, self._streaming
@@ -118,18 +118,19 @@ class Engine:
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
             self.popularity = Popularity(
-                self._streaming, store, self.stage_order,
+                self.compute, self.stage_order,
                 lambda: self.settings.popularity == "learned",
             )  # fmt: skip
             undo.pop_all()
 
     def _new_streaming(
-        self, progress: Progress | None, costs: ExpertCosts | None
+        self, dispatcher: LocalDispatcher, progress: Progress | None, costs: ExpertCosts | None
     ) -> Callable[[Settings], Streaming]:
         return functools.partial(
             Streaming,
             self._store,
-            self._residents,
+            dispatcher,
+            self.device,
             self.placement,
             recorder=self.recorder,
             updates_at_once=lambda: self._training is not None and self._training.updates_at_once,
@@ -157,19 +158,12 @@ class Engine:
         sharing = self.part.sharing
         exchange = exchange_among(node, self.device, self.recorder, self.settings.inject)
         placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-        return RankRows(exchange, self._store, placer, self._now)
+        return RankRows(exchange, self._store, placer, self._pass_conditions)
 
-    def _now(self) -> Now:
-        return Now(self.settings, self.memory.free_bytes())
+    def _pass_conditions(self) -> PassConditions:
+        return PassConditions(self.settings, self.memory.free_bytes())
 
     # -- its parts ----------------------------------------------------------------------------
-
-    @property
-    def compute(self) -> ExpertCompute:
-        streaming = self._streaming.started
-        if streaming is None or sum(self._store.residents) == len(self._store.entries):
-            return self._resident_compute
-        return streaming.compute
 
     @property
     def training(self) -> TrainingStep:
@@ -241,10 +235,10 @@ class Engine:
         """Lets experts that a pre-gate has chosen for the next forward through a layer be uploaded,
         and read from disk, with those of the layers before it. No-op with several ranks: they do
         not know yet which tokens of others they get."""
-        streaming = self._streaming.started if self.rank_rows is None else None
-        if streaming is not None and sum(self._store.residents) < len(self._store.entries):
+        streamer = self.compute.streamer if self.rank_rows is None else None
+        if streamer is not None:
             with self.exclusive():
-                streaming.compute.hint(layer, expert_ids_TK)
+                streamer.hint(layer, expert_ids_TK)
 
     @property
     def balance(self) -> Balance | None:
@@ -277,7 +271,7 @@ class Engine:
         self.flush()
         self._streaming.set_settings(settings)  # first: it may refuse them
         self.settings = settings
-        self._resident_compute.set_grouped(settings.waves)
+        self.compute.grouped = settings.waves
 
     # -- lifetime -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from overspill.compute.activation import Activation
 from overspill.compute.dropout import Dropout
 from overspill.compute.low_rank import NO_ADAPTERS, Adapters
 from overspill.moe.adapters import LayerAdapters
-from overspill.moe.dispatch import RowOrder
+from overspill.moe.dispatch import RoutedRows
 from overspill.parallel.row_exchange import SentRows
 
 
@@ -27,7 +27,7 @@ class LayerPass:
     activation: Activation | None = None
     dropout: Dropout | None = None  # inside the experts
     adapters: LayerAdapters | None = None  # while the layer is computed
-    order: RowOrder | None = None
+    order: RoutedRows | None = None
     sent: SentRows | None = None  # rows of other ranks too, with several
     on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes
     kept: Tensor | None = None  # pre-activations, if they are kept for backward
@@ -35,7 +35,7 @@ class LayerPass:
     pending: PendingBackward = field(default_factory=PendingBackward)
 
     @property
-    def rows(self) -> RowOrder:
+    def rows(self) -> RoutedRows:
         assert self.order is not None, "the pass has not been routed"
         return self.order
 

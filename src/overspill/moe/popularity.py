@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.predictor import PREDICT_TOKENS, Observer
 from overspill.moe.stage_order import StageOrder
-from overspill.moe.streaming.lazy import LazyStreaming
-from overspill.tiers.store import ExpertStore
 
 
 class Popularity:
@@ -16,15 +15,13 @@ class Popularity:
 
     def __init__(
         self,
-        streaming: LazyStreaming,
-        store: ExpertStore,
+        experts: PooledExperts,
         stage_order: StageOrder,
         predicts: Callable[[], bool],
     ) -> None:
         """`predicts` says whether uploads follow predictions; decoding steps may have a predictor
         of their own."""
-        self._streaming = streaming
-        self._store = store
+        self._experts = experts
         self._stage_order = stage_order
         self._predicts = predicts
         self.observer: Observer | None = None
@@ -41,16 +38,12 @@ class Popularity:
         if self.observer is None or not len(x_TD):
             return
         self.observer.observe(layer, x_TD, expert_ids_TK, self._stage_order.visit)
-        streaming = self._streaming.started
-        if (
-            not predicts
-            or streaming is None
-            or sum(self._store.residents) == len(self._store.entries)
-        ):
+        streamer = self._experts.streamer if predicts else None
+        if streamer is None:
             return
         every = -(-len(x_TD) // PREDICT_TOKENS)
         for later, distance in self.observer.later_layers(layer):
-            if streaming.compute.wants_prediction(later):
+            if streamer.wants_prediction(later):
                 args = x_TD[::every], distance, expert_ids_TK.shape[1]
                 ids_NK = self.observer.predictor.predict(layer, *args)
-                streaming.compute.predict(later, ids_NK, len(x_TD) / len(ids_NK))
+                streamer.predict(later, ids_NK, len(x_TD) / len(ids_NK))

@@ -16,8 +16,8 @@ from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, di
 from overspill.tiers.store import ExpertStore
 
 
-class Now(NamedTuple):
-    """What may change between passes."""
+class PassConditions(NamedTuple):
+    """Settings and free memory, which may change between passes."""
 
     settings: Settings
     free_memory: int
@@ -29,16 +29,20 @@ class RankRows:
     kept for backward. All ranks enter each method."""
 
     def __init__(
-        self, exchange: Exchange, store: ExpertStore, placer: RowPlacer, now: Callable[[], Now]
+        self,
+        exchange: Exchange,
+        store: ExpertStore,
+        placer: RowPlacer,
+        conditions: Callable[[], PassConditions],
     ) -> None:
-        self._store, self._placer, self._now = store, placer, now
+        self._store, self._placer, self._conditions = store, placer, conditions
         self._device = exchange.device
         self._n_experts = store.experts.n_global
         self.exchange = RowExchange(exchange, self._n_experts, placer.place, self._divide)
         layout = store.layout
         self._received = ReceivedRows(exchange, layout.shape, layout.dtype)
         self._n_ranks = exchange.size
-        self.check(now().settings)
+        self.check(conditions().settings)
 
     def check(self, settings: Settings) -> None:
         """Raises for settings that an exchange does not support."""
@@ -57,7 +61,7 @@ class RankRows:
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
         """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
         exchange; CPU experts begin when all rows are there."""
-        settings = self._now().settings
+        settings = self._conditions().settings
         n = 1 if settings.cpu_experts else settings.exchange_groups
         if n is None:
             n = 1 if self._device.type == "cpu" else choose_groups(rows_GE)
@@ -67,7 +71,7 @@ class RankRows:
         """Whether token rows that a training pass has received stay on the device until its
         backward."""
         assert layer_pass.sent is not None
-        store, now = self._store, self._now()
+        store, now = self._store, self._conditions()
         n_streamed = -(-(len(store.entries) - sum(store.residents)) // store.n_layers)
         return self._received.keeps(
             now.settings.received_rows,

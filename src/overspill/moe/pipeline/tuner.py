@@ -19,8 +19,8 @@ from overspill.moe.autograd_state import graph_task
 from overspill.moe.pipeline.arguments import DTYPES
 from overspill.moe.pipeline.link import waiting
 from overspill.moe.pipeline.rows import (
+    DividedRows,
     Division,
-    RoutedRows,
     SortedRows,
     divide_rows,
     key_counts,
@@ -89,7 +89,7 @@ class Tuner:
         exchange: Exchange,
         training: bool,
         dtype: torch.dtype,
-    ) -> tuple[RoutedRows, PassTimer | None]:
+    ) -> tuple[DividedRows, PassTimer | None]:
         """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
         the device. Raises on all if one has refused its input, or if ranks would wait for each
         other later."""

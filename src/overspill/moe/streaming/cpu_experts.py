@@ -20,7 +20,6 @@ from overspill.compute.cpu_kernel import BackwardRows, ExpertRows, GradientKind,
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
-from overspill.moe.compute import CpuWork
 from overspill.moe.dispatch import Dispatcher
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.streaming.cpu_buffers import CpuBuffers, max_cpu_rows
@@ -36,7 +35,7 @@ from overspill.transfer.streams import Inject, StreamEvent, Timestamp
 
 
 @dataclass(eq=False)
-class CpuJob(CpuWork):
+class CpuJob:
     """The CPU experts of one pass. It does not hold the pass: freeing a graph must free it."""
 
     owner: "CpuExperts"
@@ -70,10 +69,13 @@ class CpuJob(CpuWork):
         return None not in (other.sent, other.taken, self.sent)
 
     def take(self, out_RD: Tensor, drow_weight_R: Tensor | None = None) -> None:
+        """Waits for the job and writes its results into their rows: y, or in backward dx and the
+        gradients of the routing weights."""
         self.owner.take(self, out_RD, drow_weight_R)
 
     @property
     def end(self) -> StreamEvent:
+        """When the weights are not read any more, and the weight gradients are complete."""
         return StreamEvent(_JobEnd(self))
 
 
