@@ -56,7 +56,8 @@ class ExpertMoves:
         """While there are some, no experts move by themselves, neither to use memory nor to follow
         usage."""
         self.total = len(store.entries)
-        self._most_sums = self.total
+        self.most_sums = self.total
+        """The most gradients that are accumulated at a time."""
         self.count = 0
         """How often experts have moved."""
         self._stream_if_needed(sum(store.residents))
@@ -211,14 +212,6 @@ class ExpertMoves:
                 self.set_residents(spread_residents(share.experts, n_layers, n_local))
             if self._gradients is not None:
                 self._gradients.set_on_device(share.gradients)
-
-    @property
-    def most_sums(self) -> int:
-        """The most gradients that are accumulated at a time."""
-        return self._most_sums
-
-    def limit_sums(self, most: int) -> None:
-        self._most_sums = most
 
     def bytes_each(self) -> BytesEach:
         weights, gradients = self._store.layout.weight_bytes, self._gradients

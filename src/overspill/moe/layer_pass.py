@@ -1,5 +1,6 @@
 """One pass of tokens through the experts of a layer, and the waves it is computed in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -91,3 +92,20 @@ class Wave:
     counts: list[int] | None
     adapters: Adapters = NO_ADAPTERS
     """The low-rank parts in their records."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: RoutedRows,
+        starts: Sequence[int],
+        counts: list[int],
+        run: range,
+        weights: Tensor,
+    ) -> "Wave":
+        """The wave of the experts `run`; their weights follow each other. `starts` and `counts` are
+        those of the rows of all experts."""
+        first, stop, start = run.start, run.stop, starts[run.start]
+        ends = rows.ends_E[first:stop]
+        if start:
+            ends = ends - start
+        return cls(first, stop, start, starts[stop], weights, ends, counts[first:stop])

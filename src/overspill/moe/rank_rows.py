@@ -54,8 +54,13 @@ class RankRows:
         """Tells all ranks which rows they get."""
         experts, own = self._store.maps[layer], self._store.experts.local_ids
         positions = () if experts.in_order else [*map(experts.position, own)]
-        rows = self.exchange.route(expert_ids_TK, self._store.versions(layer), positions)
-        self._store.expect(layer, rows.versions)
+        store = self._store
+        with store.lock:  # the versions that updates which have begun will give the experts
+            versions = [entry.version for entry in store.layer_entries(layer)]
+        rows = self.exchange.route(expert_ids_TK, versions, positions)
+        if store.remote_experts is not None:
+            with store.lock:
+                store.remote_experts.expect(layer, rows.versions)
         return rows
 
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:

@@ -31,7 +31,7 @@ class StageOrder:
         time. Without stages, those of the whole model."""
         layers = max((len(stage) for stage in stages), default=self._store.n_layers)
         with self._lock:
-            self._moves.limit_sums(layers * self._store.experts.n_local)
+            self._moves.most_sums = layers * self._store.experts.n_local
 
     def follow(self, visit: StageVisit | None) -> None:
         """The next passes are those of a micro-batch in a stage; None: of a whole model."""

@@ -79,6 +79,12 @@ class RemoteExperts:
                 id = ExpertId(layer, expert)
                 found[id] = RemoteExpert(id, memory, slab, layer * part.n_local + position)
 
+    def expect(self, layer: int, versions: Sequence[int]) -> None:
+        """Sets the versions of a layer's remote experts for a pass, under the store's lock.
+        `versions` are those that the owners have published, by expert id."""
+        for remote in self._layers[layer]:
+            remote.version = versions[remote.id.index]
+
     def of(self, layer: int) -> Sequence[RemoteExpert]:
         return self._layers[layer]
 

@@ -3,7 +3,7 @@ parts are valid in host memory and which are newer than on disk. It owns the mem
 files, the entries and the lock that guards them. Every change of an entry is a method here, in
 `ExpertPlaces`, or in a part of the store: `DecodingSlots`, `ResidentChanges`."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -59,6 +59,7 @@ class ExpertStore(ExpertPlaces):
             watchdog_seconds,
         )
         self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
+        self.layout = layout
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
         self._shared = shared
@@ -74,10 +75,6 @@ class ExpertStore(ExpertPlaces):
         except BaseException:
             self.close()  # leaves no file behind
             raise
-
-    @property
-    def layout(self) -> RecordLayout:
-        return self.memory.layout
 
     def allocate(self, part: Part, background: bool = False) -> None:
         """Allocates the memory and disk space for `part` of every expert, once."""
@@ -119,18 +116,6 @@ class ExpertStore(ExpertPlaces):
             self._shared.close()
 
     # -- versions of weights that ranks share ------------------------------------------------
-
-    def versions(self, layer: int) -> list[int]:
-        """Of the local experts of a layer: those that updates which have begun will give them."""
-        with self.lock:
-            return [entry.version for entry in self.layer_entries(layer)]
-
-    def expect(self, layer: int, versions: Sequence[int]) -> None:
-        """Sets the versions of a layer's remote experts for a pass. `versions` are those that the
-        owners have published, by expert id."""
-        with self.lock:
-            for remote in () if self.remote_experts is None else self.remote_experts.of(layer):
-                remote.version = versions[remote.id.index]
 
     def wait_uploader(self, poll: bool = False) -> None:
         before = self._progress_of_others() if poll else 0

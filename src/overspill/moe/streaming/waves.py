@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from overspill.core.experts import Phase
 from overspill.moe.compute_trace import ComputeTrace
@@ -65,7 +64,6 @@ class Waves:
         with self._store.lock:
             self._plan.refresh()
         layer, counts = layer_pass.layer, layer_pass.device_counts
-        ends_E = layer_pass.rows.ends_E
         starts = [0, *itertools.accumulate(counts)]
         # experts on disk share few host slots: they cannot all be on their way at once
         small = self._split is not None and self._split.is_small(counts, phase)
@@ -88,14 +86,12 @@ class Waves:
                 first, stop = run[0], run[-1] + 1
                 self._trace.begin_wave(f"{phase.value} {layer}.{first}-{stop - 1}")
                 try:
-                    yield Wave(
-                        first,
-                        stop,
-                        starts[first],
-                        starts[stop],
+                    yield Wave.of(
+                        layer_pass.rows,
+                        starts,
+                        counts,
+                        range(first, stop),
                         self._slot_weights[slots[0] : slots[-1] + 1],
-                        _from_zero(ends_E[first:stop], starts[first]),
-                        counts[first:stop],
                     )
                 finally:  # also if the pass has failed: the device may still compute
                     self._trace.end_wave()
@@ -191,7 +187,3 @@ class Waves:
 
     def close(self) -> None:
         self._slot_weights = self._slot_weights.new_empty(0, self._slot_weights.shape[1])
-
-
-def _from_zero(ends: Tensor, start: int) -> Tensor:
-    return ends - start if start else ends
