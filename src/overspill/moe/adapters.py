@@ -79,7 +79,7 @@ class LayerAdapters:
         )
 
     def of_wave(self, first: int, stop: int) -> Adapters:
-        """For the experts at these positions."""
+        """The adapters of the experts at these positions."""
         return self._computed.part(first, stop)
 
     def add_grads(self, first: int, stop: int, grads: Sequence[LowRankGrads | None]) -> None:

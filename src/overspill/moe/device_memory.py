@@ -1,4 +1,4 @@
-"""What is known of the memory of a compute device."""
+"""Figures of the memory of a compute device."""
 
 from typing import Protocol
 
@@ -12,13 +12,13 @@ class DeviceMemory(Protocol):
         """The most that was reserved since the last call, or since `reset`."""
 
     def allocated(self) -> int:
-        """What is in use now."""
+        """Bytes in use now."""
 
     def available(self) -> int:
-        """What this process has reserved and what is free on the device."""
+        """Bytes that this process has reserved or that are free on the device."""
 
     def shortages(self) -> int:
-        """How often the allocator had to free cached memory so far, which stops the device."""
+        """Times that the allocator had to free cached memory so far, which stops the device."""
 
     def reset(self) -> None:
         """Starts a new measurement of the peak, without cached memory."""

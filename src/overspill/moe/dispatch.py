@@ -34,7 +34,7 @@ _FEW_ROWS = 8192  # are sorted on the host, where that takes less time than the 
 
 @dataclass(eq=False)
 class RoutedRows:
-    """How the assignments of one routing lie as token rows. Kept from forward to backward."""
+    """The assignments of one routing as token rows. Kept from forward to backward."""
 
     n_rows: int
     drops: bool

@@ -1,9 +1,9 @@
 """The engine of an offloaded model, `model.overspill`: its parts and their lifetime.
 
 `compute` runs the experts, `training` follows a training step (an error for inference), `records`
-reads and writes weights and optimizer states, `memory` counts and limits what the model holds,
-`dense` places what is not an expert. Some experts live on the compute device, the others
-are streamed from host memory and disk.
+reads and writes weights and optimizer states, `memory` counts and limits the memory of the model,
+`dense` places its other parameters. Some experts live on the compute device, the others are
+streamed from host memory and disk.
 """
 
 import functools
@@ -189,17 +189,17 @@ class Engine:
 
     @property
     def residents(self) -> list[int]:
-        """How many experts of each layer live on the compute device."""
+        """The number of resident experts of each layer."""
         return list(self._store.residents)
 
     @property
     def n_moves(self) -> int:
-        """How often experts have moved; where they are has not changed if this has not."""
+        """The number of times that experts have moved."""
         return self._moves.count
 
     def set_residents(self, counts: Sequence[int]) -> None:
-        """Changes how many experts of each layer live on the compute device, between
-        steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
+        """Sets the number of resident experts of each layer, between steps. Raises BudgetError if
+        host memory and disk have no room for experts that leave the device."""
         if self.part.shared is not None:
             raise ConfigError(
                 "experts cannot live on the compute device while ranks share those in host memory; "
@@ -210,15 +210,15 @@ class Engine:
 
     def swap_experts(self, swaps: Sequence[Swap]) -> None:
         """Swaps resident experts and streamed ones of the same layer, between steps and before
-        experts have optimizer states. What routers,
-        checkpoints and state dicts call an expert does not change."""
+        experts have optimizer states. The ids in routers, checkpoints and state dicts do not
+        change."""
         with self.exclusive():
             self._moves.swap(swaps)
 
     # -- its memory ---------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """One line: the mode and where everything is."""
+        """One line: the mode, and the place of everything."""
         return self.memory.describe(self.balance)
 
     def bytes_by_tier(self) -> dict[str, int]:
@@ -228,7 +228,7 @@ class Engine:
     # -- passes -------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Before a pass or a decoding step: a failure of transfers in an earlier one is over."""
+        """Lets transfers begin anew after a failure, before a pass or a decoding step."""
         self._streaming.recover()
 
     def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
@@ -242,12 +242,11 @@ class Engine:
 
     @property
     def balance(self) -> Balance | None:
-        """How evenly token rows were spread over ranks, lately; None with one rank."""
+        """Distribution of token rows over ranks in the last passes; None with one rank."""
         return None if self.rank_rows is None else self.rank_rows.balance
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
-        """A forward through a layer begins. Between two steps the first layer's is the time to
-        move experts."""
+        """Begins a forward through a layer. Before the first layer of a step experts may move."""
         self.recover()
         if layer_pass.layer == 0 and self.stage_order.begins_step:
             follow = self.settings.follow_usage and self.settings.activations != "keep"
@@ -260,7 +259,7 @@ class Engine:
         return self.settings.overlap_updates
 
     def switch(self, settings: Settings) -> None:
-        """Turns techniques on or off between steps, to measure what each gains."""
+        """Turns techniques on or off between steps, to measure the gain of each."""
         for name in (
             "max_rows", "threads", "inject", "cpu_policy", "residency", "placement", "popularity",
         ):  # fmt: skip
@@ -298,7 +297,7 @@ class Engine:
             )
 
     def check_conserved(self) -> None:
-        """When idle: every slot and buffer is accounted for."""
+        """Asserts, when idle, that every slot and buffer is accounted for."""
         self.flush()
         self._store.check_conserved()
         self._streaming.check_conserved()

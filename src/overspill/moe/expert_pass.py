@@ -157,7 +157,7 @@ class BackwardPass:
             self._engine.training.end_backward(self._pass)
 
     def _take(self) -> None:
-        """Waits for what the CPU computes, once."""
+        """Waits for the results of the CPU, once."""
         if not self._taken:
             assert self._on_cpu is not None
             self._on_cpu.take(self._dx_RD, self._drow_weight_R)
@@ -173,7 +173,7 @@ class BackwardPass:
 def _dropout(
     compute: PooledExperts, layer_pass: LayerPass, site: Site, start: int, end: int
 ) -> RowDropout | None:
-    """That of the rows [start, end) of a pass."""
+    """The dropout of the rows [start, end) of a pass."""
     if layer_pass.dropout is None:
         return None
     rows = compute.dispatcher.assignments(layer_pass.rows, start, end)

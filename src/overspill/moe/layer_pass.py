@@ -51,7 +51,8 @@ class LayerPass:
         return None if self.sent is None else self.sent.counts
 
     def group_positions(self, number: int) -> frozenset[int] | None:
-        """Where the experts of a group of token rows are now; None: the group has all of them."""
+        """The positions of the experts of a group of token rows now; None: the group has all of
+        them."""
         assert self.sent is not None
         assert self.rows.experts is not None
         if len(self.sent.groups) == 1:

@@ -100,7 +100,7 @@ class MoELayer(StackedExperts):
         self._fixed = None if strategy is None else strategy_named(strategy)
         self._memory_reuse = memory_reuse
         self.speeds: Speeds | None = None
-        """What the choice of a strategy was based on, if it was measured."""
+        """The measured speeds on which the choice of a strategy was based, if it was measured."""
         alone = not pipeline or not self._link.exchanges
         even = memory_reuse if self._fixed is None else self._fixed in REUSING
         self._tuner = Tuner(partitions or (1 if alone else None), even)

@@ -80,7 +80,7 @@ class ExpertPlaceholder(nn.Parameter):
 
     @property
     def source(self) -> RoutingSource | None:
-        """What selects experts instead of the model's router; None: the router does."""
+        """The routing source that replaces the model's router; None: none does."""
         return self._source
 
     @contextmanager

@@ -34,7 +34,7 @@ class PooledExperts:
         max_rows: int,
         grouped: bool,
     ) -> None:
-        """Without `grouped` every expert is a wave of its own."""
+        """`grouped` lets a wave have several experts."""
         self._store = store
         self._residents = residents
         self._streaming = streaming

@@ -1,4 +1,5 @@
-"""The popularity predictor of an offloaded model: which passes it sees, and who follows it."""
+"""The popularity predictor of an offloaded model: the passes that it sees, and the uploads that
+follow it."""
 
 from collections.abc import Callable
 
@@ -25,9 +26,9 @@ class Popularity:
         self._stage_order = stage_order
         self._predicts = predicts
         self.observer: Observer | None = None
-        """None: there is no predictor, or no forward yet."""
+        """The predictor's learner; None without a predictor, and before the first forward."""
         self.new_observer: Callable[[], Observer | None] = lambda: None
-        """Makes it for the first forward, when the weights of the gates are there."""
+        """Makes the observer at the first forward, when the gates have weights."""
 
     def observe(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
         """A forward has routed the tokens of a layer. Called before the host waits for the counts

@@ -33,26 +33,26 @@ _FADING = 4096
 """Tokens after which steps have become shorter, and over which channels are averaged."""
 _SHORTEST = 0.1
 _OF_CURVATURE = 0.5
-"""Of the step to the minimum along its direction, at most."""
+"""The largest step, as a share of the step to the minimum along its direction."""
 _JUDGED = 8192
 """Accuracies are those over about so many tokens."""
 _SCALES = range(-6, 10)
 """Exponents of the powers of two that a copied gate may be multiplied by."""
 _SMALL = 1e-12
 _LARGE = 1e4
-"""Of an activation, beyond which it is cut off."""
+"""The largest absolute value of an activation; larger ones are cut off."""
 
 
 class Gate(NamedTuple):
-    """What a layer's gate computes its logits with."""
+    """The parameters from which a layer's gate computes its logits."""
 
     weight_ED: Tensor
     bias_E: Tensor | None = None
 
 
 class Accuracy(NamedTuple):
-    """How well the experts of layers some layers ahead were predicted lately, on tokens that had
-    not been learned from yet."""
+    """Accuracy of recent predictions for layers some layers ahead, on tokens that had not been
+    learned from yet."""
 
     tokens: float
     """Share of the experts of a token that were predicted for it."""
@@ -95,7 +95,7 @@ class Predictor:
             on_gpu = device.type == "cuda"
             self._known_A4 = torch.zeros(len(self.distances), 4, pin_memory=on_gpu)
         self.learned_tokens = 0
-        """Of a layer, with those of earlier runs that were loaded."""
+        """Tokens of a layer, with those of earlier runs that were loaded."""
         self._n_seen = [0] * len(gates)  # tokens of each layer, for the mean and the variance
         self._copied = {  # maps that have learned nothing yet
             (a, source)
@@ -199,8 +199,8 @@ class Predictor:
         scores_4[3] += n * n_layers
 
     def accuracies(self) -> dict[int, Accuracy]:
-        """By distance; empty if nothing was learned from. Waits for nothing: the last batches may
-        not be in it."""
+        """The accuracy by distance; empty if nothing was learned from. Does not wait for the
+        device: the last batches may not be in it."""
         found = {}
         for a, (hits, uses, rare, all_rare) in zip(
             self.distances, self._known_A4.tolist(), strict=True
@@ -263,7 +263,7 @@ def _among_fewest(rows_LE: Tensor, n: int) -> Tensor:
 
 
 class _Stopwatch:
-    """How long the device, or the host if that takes longer, was busy with something."""
+    """Time that the device, or the host if that is longer, was busy with a task."""
 
     def __init__(self, device: torch.device) -> None:
         self._began = time.perf_counter()
@@ -279,7 +279,7 @@ class _Stopwatch:
             self._events[1].record()
 
     def seconds(self) -> float | None:
-        """None while the device has not come so far."""
+        """The time; None until the device has reached the end."""
         if not self._events:
             return self._host
         if not self._events[1].query():

@@ -46,7 +46,7 @@ class ChainKey:
 
 @dataclass(eq=False)
 class GatePosition:
-    """What a gate knows of its chain; its attribute `pregating`."""
+    """The place of a gate in its chain; the attribute `pregating` of the gate."""
 
     key: ChainKey
     level: int
@@ -73,8 +73,8 @@ class ChainGate:
     read_ids: "IdsReader"
 
     def own_input(self, hidden: Tensor) -> Tensor:
-        """What the gate computes on instead of `hidden`, the input of another gate, which is not
-        called yet: each of the two may change its input in place."""
+        """The input of this gate, given `hidden`, that of another gate which is not called yet:
+        each of the two may change its input in place."""
         return hidden.clone() if self.gate.training and _has_jitter(self.gate) else hidden
 
     def compute(self, given: dict[str, Any], hidden: Tensor) -> Any:
@@ -103,7 +103,7 @@ class Chain:
         pregate_cover.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Chain":
-        """Of a copy of the model."""
+        """The chain of a copy of the model."""
         return Chain(copy.deepcopy(self.key, memo), self.level, copy.deepcopy(self.gates, memo))
 
     @property
@@ -113,7 +113,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class GatedBlock:
-    """Where a model has an MoE block: in a layer of a stack."""
+    """An MoE block and its place in a model: a layer of a stack."""
 
     path: str
     stack: nn.Module
@@ -260,7 +260,7 @@ class _Pass:
 
 
 class _Passes(threading.local):
-    """Of this thread, the innermost one last."""
+    """The passes of this thread, the innermost one last."""
 
     def __init__(self) -> None:
         self.running: list[_Pass] = []
@@ -287,11 +287,11 @@ class _Passes(threading.local):
 _PASSES = _Passes()
 
 Notes = dict[ChainKey, tuple[Chain, dict[int, Any]]]
-"""What the gates of a block take, by chain, for a recomputation of the block."""
+"""Results that the gates of a block take, by chain, for a recomputation of the block."""
 
 
 def notes_of(tensor: Tensor) -> Notes:
-    """Those attached to the input of a block."""
+    """The notes attached to the input of a block."""
     notes: Notes = vars(tensor).setdefault(_CARRIED, {})
     return notes
 
@@ -307,7 +307,7 @@ class NotedCopy:
 
 
 _COPIES: weakref.WeakValueDictionary[int, NotedCopy] = weakref.WeakValueDictionary()
-"""By their address."""
+"""Copies by their address."""
 
 
 def _notes_for_recomputation(hidden: Tensor) -> Notes:
@@ -323,7 +323,7 @@ of a stack."""
 
 
 def results_ahead() -> Ahead:
-    """Those of the pass that runs in this thread."""
+    """The results of the pass that runs in this thread."""
     return [each.ahead() for each in _PASSES.running]
 
 
@@ -492,8 +492,8 @@ def _without_graph(value: Tensor) -> Tensor:
 
 
 def _again(carried: Tensor) -> Tensor:
-    """For a recomputation, which must save what the forward has saved. Not a leaf, since the block
-    may change it in place."""
+    """Returns the value for a recomputation, which must save what the forward has saved. Not a
+    leaf, since the block may change it in place."""
     return carried.clone() if carried.requires_grad else carried
 
 

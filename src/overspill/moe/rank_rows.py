@@ -21,12 +21,12 @@ class PassConditions(NamedTuple):
 
     settings: Settings
     free_memory: int
-    """Of the device, in bytes."""
+    """Free bytes of the device."""
 
 
 class RankRows:
-    """Which rank computes which rows, in which groups they travel, and whether those of others are
-    kept for backward. All ranks enter each method."""
+    """Assignment of token rows to ranks, the groups in which they travel, and the choice whether
+    received rows are kept for backward. All ranks enter each method."""
 
     def __init__(
         self,
@@ -89,5 +89,5 @@ class RankRows:
 
     @property
     def balance(self) -> Balance | None:
-        """How evenly token rows were spread over ranks, lately."""
+        """Distribution of token rows over ranks in the last passes."""
         return self._placer.balance()

@@ -40,17 +40,17 @@ class MovableExperts(Protocol):
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """The number of experts."""
 
     @property
     def share(self) -> DeviceShare:
-        """What is on the device."""
+        """Experts and gradients on the device."""
 
     def set_share(self, share: DeviceShare) -> None:
         """Moves experts and gradients, between steps."""
 
     def bytes_each(self) -> BytesEach:
-        """What they need there now."""
+        """Bytes that each of them needs on the device now."""
 
     @property
     def most_sums(self) -> int:
@@ -113,7 +113,7 @@ class Residency:
         self._idle = self._memory.allocated()
 
     def shrink(self) -> None:
-        """Another model gets memory now: experts leave that are too many."""
+        """Moves experts that are too many away, for another model."""
         self._adjust(larger=True, fill=False)
 
     def _observe(self, activations: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a model is whose micro-batches pass it in stages, as far as the engine needs to know."""
+"""The current stage and micro-batch of a model that is passed in stages, for the engine."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

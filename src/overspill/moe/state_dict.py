@@ -110,7 +110,8 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
 def all_placeholders(
     model: nn.Module,
 ) -> Iterator[tuple[str, ExpertPlaceholder | OthersPlaceholder, Places]]:
-    """The same with those whose experts other ranks have."""
+    """The path, placeholder and places of each module of a Hugging Face model with offloaded
+    experts, here or on other ranks."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             is_one = isinstance(parameter, ExpertPlaceholder | OthersPlaceholder)

@@ -1,4 +1,4 @@
-"""The processes that train one model, and what they tell each other.
+"""The processes that train one model, and their collective calls.
 
 All ranks must make the same calls in the same order. A rank that waits for another one which has
 died or makes other calls fails after the timeout of the process group.
@@ -31,7 +31,7 @@ class Ranks:
     """
 
     def __init__(self, mesh: "DeviceMesh", device: torch.device, line: bool = False) -> None:
-        """With `line` the names of the dimensions have no meaning."""
+        """`line` ignores the names of the dimensions."""
         names = ("expert",) if line else _dimensions(mesh)
         self._node: Ranks | None = None
         self.replicas: Ranks | None = None
@@ -63,22 +63,22 @@ class Ranks:
 
     @property
     def node(self) -> "Ranks":
-        """Those that divide the experts: all, or the ranks of one node."""
+        """The ranks that divide the experts: all, or those of one node."""
         return self if self._node is None else self._node
 
     @property
     def n_stages(self) -> int:
-        """How many ranks divide the layers."""
+        """The number of ranks that divide the layers."""
         return 1 if self.stages is None else self.stages.size
 
     @property
     def on_machine(self) -> int:
-        """Ranks that share a machine: those that divide the experts and the layers."""
+        """The number of ranks that share a machine: they divide the experts and the layers."""
         return self.node.size * self.n_stages
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each expert."""
+        """The number of ranks that hold each expert."""
         return 1 if self.replicas is None else self.replicas.size
 
     @property
@@ -128,7 +128,7 @@ class Ranks:
     # -- from one rank to another -------------------------------------------------------------
 
     def global_rank(self, rank: int) -> int:
-        """Its number among all processes."""
+        """The number of a rank among all processes."""
         return int(dist.get_global_rank(self._group, rank))
 
     # -- numbers of the host ------------------------------------------------------------------
@@ -162,8 +162,8 @@ class Ranks:
         return found
 
     def meet(self, what: str, seconds: float = 120.0) -> None:
-        """Raises if not all ranks do `what` within some time. For calls that are easily made on one
-        rank alone, as others are in the first process of several."""
+        """Raises if not all ranks do `what` within some time. For calls that users easily make on
+        one rank alone."""
         try:
             dist.monitored_barrier(
                 self._host_group, timedelta(seconds=seconds), wait_all_ranks=True
@@ -186,9 +186,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[Callable[[], None]]:
-        """What all ranks do, or none: if it fails on one rank, the others raise RankError. They
-        do at the end of the block, or where they call what it yields: before ranks wait for each
-        other in another way, and before what cannot be undone."""
+        """Makes a block fail on all ranks or on none: if one fails, the others raise RankError at
+        the end of the block, or where they call the function that is yielded. Call it before ranks
+        wait for each other in another way, and before steps that cannot be undone."""
         known = False  # whether all ranks know of a failure
 
         def agree() -> None:
@@ -218,7 +218,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """While the main thread waits for other ranks."""
+        """Marks the block as a wait of the main thread for other ranks."""
         self._calls += 1
         yield
         self._calls += 1

@@ -52,24 +52,24 @@ class RowGroup:
     """The rows of one group of experts."""
 
     experts: frozenset[int]
-    """The global ids of those that this rank computes."""
+    """The global ids of the experts that this rank computes."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
     """Rows from each rank."""
     own: slice
-    """Where they lie among the rows of this rank's tokens."""
+    """Their range among the rows of this rank's tokens."""
     computed: slice
-    """Where they lie among received rows."""
+    """Their range among received rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class SentRows:
-    """How the rows of one routing are divided among ranks. Kept from forward to backward."""
+    """The rows of one routing, as they are divided among ranks. Kept from forward to backward."""
 
     permutation: Permutation
     groups: list[RowGroup]
-    """As many on all ranks."""
+    """The groups; all ranks have the same number."""
     expert_ids_N1: Tensor
     """The global expert ids of received rows."""
     counts: dict[int, int]
@@ -151,7 +151,7 @@ class RowExchange:
         return np.argsort(keys_GE, axis=1, kind="stable")
 
     def _groups(self, rows_SGE: Rows, groups_GE: Rows) -> list[RowGroup]:
-        """Without the last ones if they have no rows on any rank."""
+        """The groups, without the last ones if these have no rows on any rank."""
         rank = self._exchange.rank
         last = int(groups_GE[rows_SGE.any(0)].max(initial=0))
         members = [groups_GE == number for number in range(last + 1)]
@@ -239,7 +239,7 @@ def combine_grads(rows: SentRows, dx_RD: Tensor, dweights_R1: Tensor) -> tuple[T
 
 
 def _rows_between(counts_SE: Rows, rows_GE: Rows) -> Rows:
-    """How many rows of each expert go from which rank to which, [S, G, E]: both the rows of ranks
+    """The number of rows of each expert from rank S to rank G, [S, G, E]: both the rows of ranks
     with tokens and of ranks that compute are ranges of an expert's rows; they overlap."""
     ends_SE, ends_GE = counts_SE.cumsum(0), rows_GE.cumsum(0)
     first = np.maximum((ends_SE - counts_SE)[:, None], (ends_GE - rows_GE)[None])

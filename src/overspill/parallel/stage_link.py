@@ -1,4 +1,4 @@
-"""What passes between the ranks of neighbouring pipeline stages."""
+"""Tensors between the ranks of neighbouring pipeline stages."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _MOST_DIMENSIONS = 8
 _HEADER = 2048
 """Numbers of a message's header: how many tensors, then the data type and the size of each."""
 _FAILED = -1
-"""In place of the number of tensors: the sender has left its pass."""
+"""Sent in place of the number of tensors by a rank that has left its pass."""
 
 
 class _OtherFailed(Exception):

@@ -1,5 +1,5 @@
-"""How many partitions the tokens of a batch are divided into: the online search of MPipeMoE
-(Algorithm 1).
+"""The number of partitions that the tokens of a batch are divided into: the online search of
+MPipeMoE (Algorithm 1).
 
 The best number of partitions is assumed to grow with the batch. Batch sizes therefore form
 disjoint ranges, one for each number, and only batches between two ranges need trials. Trials are

@@ -44,7 +44,8 @@ class PlacementCosts:
     row: float
     """Computing one token row."""
     wait: float = 0.0
-    """What dynamic placement adds to a layer: the first upload, which waits for the routing."""
+    """Seconds that dynamic placement adds to a layer: the first upload, which waits for the
+    routing."""
 
     def __post_init__(self) -> None:
         if not (self.upload >= 0 and self.row > 0 and self.wait >= 0):
@@ -94,7 +95,7 @@ def dynamic_rows(
 
 
 def layer_seconds(rows_GE: Rows, costs: PlacementCosts, resident: bool = False) -> float:
-    """How long the busiest GPU uploads or computes, without `costs.wait`."""
+    """The time that the busiest GPU uploads or computes, without `costs.wait`."""
     uploads_G = uploaded(rows_GE, resident)
     return float(np.maximum(uploads_G * costs.upload, rows_GE.sum(1) * costs.row).max())
 
@@ -116,7 +117,8 @@ def outbox_slots(n_experts: int, n_gpus: int) -> int:
 
 
 def shared_parts(rows_GE: Rows) -> Rows:
-    """How many experts each GPU computes that it, or another GPU, does not own, [G]."""
+    """The number of experts that each GPU computes and that their owner does not compute alone,
+    [G]."""
     n_gpus, n_experts = rows_GE.shape
     elsewhere_GE = rows_GE > 0
     elsewhere_GE[owners(n_experts, n_gpus), np.arange(n_experts)] = False
@@ -139,7 +141,7 @@ def _counts(tokens: Sequence[int] | NDArray[Any]) -> Rows:
 
 @dataclass
 class _Load:
-    """What each GPU has to do, in token rows."""
+    """The work of each GPU, in token rows."""
 
     rows: list[int]
     uploads: list[float]

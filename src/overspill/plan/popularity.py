@@ -1,9 +1,9 @@
-"""How the popularity predictor is used and judged: decisions without tensors."""
+"""Decisions on the popularity predictor: its use, and its accuracy. No tensors here."""
 
 from collections.abc import Sequence
 
 SHARE = 0.01
-"""Of the time of prompts and steps, for learning."""
+"""Share of the time of prompts and steps that learning may take."""
 _LONGEST_GAP = 5.0
 """Seconds between two forwards that count as their time; the rest of a longer gap is idle."""
 _FIRST_AFTER = 0.1

@@ -1,5 +1,5 @@
-"""How the activations of a partition come back in backward, if partitions share memory: the
-strategies of MPipeMoE (Table II), and their cost (equation 10).
+"""Restoring the activations of a partition in backward, if partitions share memory: the strategies
+of MPipeMoE (Table II), and their cost (equation 10).
 
 T_DI is the dispatched input of the experts, T_M the result of their first matrix, T_DO their
 output. Shapes: B token rows, M (d_model), H (d_hidden), n partitions.
@@ -15,22 +15,22 @@ from overspill.core.experts import ExpertShape
 
 
 class Restore(StrEnum):
-    """Where an activation comes from in backward."""
+    """Source of an activation in backward."""
 
     KEEP = "keep"
-    """It stays on the device; partitions do not share its memory."""
+    """The activation stays on the device; partitions do not share its memory."""
     OFFLOAD = "offload"
-    """It is copied to host memory in forward, and back."""
+    """The activation is copied to host memory in forward, and back in backward."""
     REPEAT = "repeat"
-    """It is sent again (T_DI), or computed again (T_M)."""
+    """The activation is sent again (T_DI), or computed again (T_M)."""
 
 
 class Strategy(NamedTuple):
     name: str
     dispatched: Restore
-    """Of T_DI."""
+    """The source of T_DI."""
     middle: Restore
-    """Of T_M."""
+    """The source of T_M."""
 
     @property
     def copies(self) -> bool:
@@ -58,7 +58,7 @@ def strategy_named(name: str) -> Strategy:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured on this machine. A factor is the speed beside other work as a share of the
+    """Speeds measured on this machine. A factor is the speed beside other work as a share of the
     speed alone."""
 
     compute: float
@@ -97,7 +97,7 @@ def work(strategy: Strategy, shape: ExpertShape) -> tuple[Work, Work]:
 
 
 class _Seconds(NamedTuple):
-    """Of the three streams for one token row, each alone."""
+    """Seconds of the three streams for one token row, each alone."""
 
     compute: float
     exchange: float

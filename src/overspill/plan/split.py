@@ -34,8 +34,8 @@ class SplitCosts:
 def pass_time(
     tokens: Sequence[int], resident: Collection[int], on_cpu: Collection[int], costs: SplitCosts
 ) -> float:
-    """How long the busiest resource works if the CPU computes the experts `on_cpu`. All others that
-    are not `resident` are uploaded for this pass."""
+    """Seconds that the busiest resource works if the CPU computes the experts `on_cpu`. All others
+    that are not `resident` are uploaded for this pass."""
     busy = [index for index, count in enumerate(tokens) if count]
     rest = [index for index in busy if index not in on_cpu]
     load = costs.load_beside if on_cpu else costs.load

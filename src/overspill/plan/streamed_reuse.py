@@ -1,9 +1,10 @@
-"""How backward gets the token rows that forward has received from other ranks (T_DI), where experts
-are streamed: equation 10 of MPipeMoE with uploads of experts and downloads of their gradients.
+"""Restoring, in backward, the token rows that forward has received from other ranks (T_DI), where
+experts are streamed: equation 10 of MPipeMoE with uploads of experts and downloads of their
+gradients.
 
 A link between the device and host memory carries uploads, downloads and copies of rows, each
-direction by itself; and the exchange too, unless ranks have a faster connection. What is between
-the matrices of an expert (T_M) is computed again.
+direction by itself; and the exchange too, unless ranks have a faster connection. The activations
+between the matrices of an expert (T_M) are computed again.
 """
 
 from collections.abc import Sequence

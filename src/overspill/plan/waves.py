@@ -25,7 +25,7 @@ def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
 
 
 def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
-    """How many of `pending`, from the first on, form the next wave; at least one.
+    """The number of experts, the first of `pending`, that form the next wave; at least one.
 
     A wave is a run of experts with adjacent token rows; their slots are adjacent too. It includes
     only experts that have arrived, so that it does not wait for a later copy, and at most

@@ -1,4 +1,4 @@
-"""Where one expert is: the fields of its entry in the store."""
+"""The entry of an expert in the store: its slots, and the state of what is in them."""
 
 from enum import IntFlag
 from typing import Protocol
@@ -21,7 +21,8 @@ class Reader(Protocol):
 
 
 class Entry:
-    """Where one expert is. Fields are read under the store's lock and changed by the store only."""
+    """The slots of one expert, and the state of what is in them. Fields are read under the store's
+    lock and changed by the store only."""
 
     __slots__ = (
         "copy",

@@ -63,7 +63,7 @@ class LowRankPlanes(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """How weights are packed in the records of all experts, which have the same size."""
+    """Packed form of the weights in the records of all experts, which have the same size."""
 
     @property
     def nbytes(self) -> int: ...
@@ -72,7 +72,7 @@ class WeightFormat(Protocol):
 
 
 class LayerFormat(Protocol):
-    """How weights are packed in the records of a layer's experts."""
+    """Packed form of the weights in the records of a layer's experts."""
 
     def unpack(self, record: Tensor, out: Tensor) -> None:
         """Fills the flat weights `out`, in their dtype, from the bytes of a record."""

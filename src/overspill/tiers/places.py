@@ -1,4 +1,4 @@
-"""Where each expert is: on the compute device, in a host slot or on disk; which slots are free."""
+"""The place of each expert (compute device, host slot or disk), and the free slots."""
 
 from collections.abc import Collection, Iterable
 
@@ -12,7 +12,7 @@ from overspill.tiers.worker_sync import WorkerSync
 class ExpertPlaces(WorkerSync):
     """The entries of all local experts, and the slots of those that are streamed.
 
-    The first `residents[layer]` experts of each layer live on the compute device and nothing
+    The first `residents[layer]` experts of each layer live on the compute device and have no slots
     here. Of the others, `permanent_slots`, spread evenly over the layers, always stay in host
     memory; the rest is on disk and passes through `cache_slots` further host slots.
     """
@@ -31,7 +31,7 @@ class ExpertPlaces(WorkerSync):
         super().__init__(watchdog_seconds)
         self.experts = experts
         self.maps = [experts] * n_layers
-        """Which expert of each layer is at which position."""
+        """The expert at each position of each layer."""
         self.n_layers = n_layers
         self.residents = residents if residents is not None else [0] * n_layers
         """Experts of each layer resident: the first ones."""
@@ -91,8 +91,8 @@ class ExpertPlaces(WorkerSync):
 
     @property
     def computed(self) -> list[ExpertMap]:
-        """Which expert of each layer is at which position, for passes: after the local experts come
-        the remote experts."""
+        """The expert at each position of each layer, for passes: the local experts, then the remote
+        ones."""
         if self.remote_experts is None:
             return self.maps  # itself: experts may be swapped
         ids = self.experts.local_ids + self.remote_experts.ids
@@ -118,21 +118,21 @@ class ExpertPlaces(WorkerSync):
 
     @property
     def in_host(self) -> int:
-        """Experts that always stay in host memory."""
+        """The number of experts that always stay in host memory."""
         return sum(e.host_slot is not None and e.disk_slot is None for e in self.entries)
 
     @property
     def on_disk(self) -> int:
-        """Experts on disk."""
+        """The number of experts on disk."""
         return self.disk_slots - len(self.free_records)
 
     @property
     def cache_slots(self) -> int:
-        """Host slots that the experts on disk share."""
+        """The number of host slots that the experts on disk share."""
         return len(self.free_slots) + len(self._cached)
 
     def cached(self) -> Iterable[Entry]:
-        """Under the lock: the experts on disk that have a host slot."""
+        """The experts on disk that have a host slot. Called under the lock."""
         return self._cached
 
     def disk_busy(self) -> bool:
@@ -166,7 +166,7 @@ class ExpertPlaces(WorkerSync):
             return True
 
     def evict(self, entry: Entry) -> None:
-        """Under the lock: takes the host slot of an expert on disk."""
+        """Takes the host slot of an expert on disk. Called under the lock."""
         assert entry.host_slot is not None
         self.free_slots.append(entry.host_slot)
         entry.host_slot, entry.valid = None, Part(0)
@@ -174,7 +174,7 @@ class ExpertPlaces(WorkerSync):
         del self._cached[entry]
 
     def recount_slots(self) -> None:
-        """At the beginning and after an interrupt: the entries say which slots are free."""
+        """Derives the free slots from the entries: at the beginning and after an interrupt."""
         with self.lock:
             for layer, count in enumerate(self.residents):
                 for entry in self.layer_entries(layer)[:count]:
@@ -193,7 +193,7 @@ class ExpertPlaces(WorkerSync):
             self.free_records = [n for n in range(self.disk_slots) if n not in stored]
 
     def check_conserved(self) -> None:
-        """When idle: every host slot is either free or held by exactly one expert."""
+        """Asserts, when idle, that every host slot is either free or held by exactly one expert."""
         with self.lock:
             held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
             slots = sorted([*held, *self.free_slots])

@@ -29,7 +29,7 @@ class RecordMemory:
         progress: Progress | None,
         weights: Tensor | None = None,
     ) -> None:
-        """With `weights` the host slots for weights are in this memory."""
+        """`weights` is memory for the host slots of weights, if it exists already."""
         assert disk is not None or not disk_slots
         self.layout = layout
         self.pinned = pinned

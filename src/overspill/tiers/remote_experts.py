@@ -18,7 +18,7 @@ class RemoteExpert(Entry):
     __slots__ = ("_index", "_owner", "_slab")
 
     def __init__(self, id: ExpertId, owner: RankMemory, slab: HostSlab, index: int) -> None:
-        """Its weights are in a slot of `slab`, in the memory of its owner."""
+        """`slab`, in the memory of the owner, has the weights in slot `index`."""
         super().__init__(id, -1, None, None)  # it gets its number with all others
         self._owner = owner
         self._slab = slab
@@ -37,7 +37,7 @@ class RemoteExperts:
     """The remote experts of each layer, in the order of their ids."""
 
     def __init__(self, shared: SharedExperts, n_layers: int, first: int, pinned: bool) -> None:
-        """Their numbers begin with `first`."""
+        """`first` is the number of the first entry."""
         own, parts = shared.parts[shared.rank], shared.parts
         self.ids = tuple(id for id in range(own.n_global) if id not in own.local_ids)
         self.slabs: list[HostSlab] = []

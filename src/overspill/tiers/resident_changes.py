@@ -15,7 +15,8 @@ class ResidentChanges:
         self._store = store
 
     def missing_slots(self, count: int) -> int:
-        """How many host slots must be added before `count` experts can leave the device."""
+        """The number of host slots that must be added before `count` experts can leave the
+        device."""
         store = self._store
         with store.lock:
             to_host = count - len(store.free_records)
@@ -39,15 +40,15 @@ class ResidentChanges:
                 self._store.evict(entry)
 
     def leave_host(self, layer: int, count: int) -> None:
-        """The first `count` experts of a layer are resident now: their host slots and disk slots
-        are free."""
+        """Makes the first `count` experts of a layer resident: frees their host slots and disk
+        slots."""
         with self._store.lock:
             self._store.residents[layer] = count
             self._store.recount_slots()
 
     def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
-        """The expert, the last one of its layer resident, gets a host slot or a disk
-        slot; `fills` write its parts."""
+        """Gives the last resident expert of a layer a host slot or a disk slot; `fills` write its
+        parts."""
         store, layer = self._store, entry.id.layer
         with store.lock:
             assert store.position(entry) == store.residents[layer] - 1
@@ -67,7 +68,7 @@ class ResidentChanges:
             free.pop()
 
     def load_weights(self, entry: Entry) -> Tensor:
-        """The weights in the expert's host slot; an expert on disk gets one."""
+        """Returns the weights in the expert's host slot, which an expert on disk gets now."""
         store = self._store
         with store.lock:
             if not entry.readable:

@@ -21,7 +21,7 @@ Words = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Of the shared memory of one rank."""
+    """Sizes of the parts of the shared memory of one rank."""
 
     experts: int  # its own ones, of all layers
     weight_bytes: int
@@ -62,7 +62,7 @@ class RankMemory:
         counts = [sizes.experts, sizes.outbox_slots, sizes.n_ranks * sizes.outbox_slots]
         versions, sent, taken = words.view(torch.int64)[: sizes.n_words].split(counts)
         self.versions: Words = versions.numpy()
-        """Of the weights of each of its experts."""
+        """The version of the weights of each of its experts."""
         self.sent: Words = sent.numpy()
         """The pass whose gradient is in each slot of the outbox."""
         self.taken: Words = taken.view(sizes.n_ranks, sizes.outbox_slots).numpy()

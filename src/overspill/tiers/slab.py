@@ -49,7 +49,7 @@ class HostSlab:
         piece_bytes: int = _PIECE_BYTES,
         memory: Tensor | None = None,
     ) -> None:
-        """With `memory`, which is allocated and may have content, the slots are there."""
+        """`memory` is memory for the slots that is allocated already, and may have content."""
         self._registered: list[int] = []  # first: __del__ reads them
         self._pieces: list[Future[int]] = []
         assert slot_bytes % ALIGN == 0

@@ -134,8 +134,8 @@ class RecordFile:
                 raise self._error("writing", len(view), error) from error
 
     def read_error(self, number: int) -> DiskError:
-        """Of a native thread that could not read a record: an `errno`, or -1 for the end of the
-        file."""
+        """The error of a native thread that could not read a record: `code` is an `errno`, or -1
+        for the end of the file."""
         if number < 0:
             return self._truncated()
         return self._error("reading", self.slot_bytes, OSError(number, os.strerror(number)))

@@ -1,7 +1,7 @@
-"""The store owns what is known of each expert's place: its host slot, its disk slot, which of its
-parts are valid in host memory and which are newer than on disk. It owns the memory, the record
-files, the entries and the lock that guards them. Every change of an entry is a method here, in
-`ExpertPlaces`, or in a part of the store: `DecodingSlots`, `ResidentChanges`."""
+"""The store of a model's experts: the memory, the record files, the entries (the slots of each
+expert, and which of its parts are valid in host memory or newer than on disk) and the lock that
+guards them. Every change of an entry is a method here, in `ExpertPlaces`, or in a part of the
+store: `DecodingSlots`, `ResidentChanges`."""
 
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -29,8 +29,7 @@ class _Issuing:
 
 
 class ExpertStore(ExpertPlaces):
-    """Where all local experts are, and the host slots and disk records of those that are streamed;
-    what is read, written and updated there."""
+    """The entries of all local experts, and the host slots and disk records of streamed ones."""
 
     def __init__(
         self,
@@ -47,8 +46,8 @@ class ExpertStore(ExpertPlaces):
         spare_records: int = 0,
         shared: SharedExperts | None = None,
     ) -> None:
-        """With `shared` the weights are in memory that other ranks read; all experts are in host
-        memory then."""
+        """`shared` is memory for the weights that other ranks read. All experts are in host memory
+        then."""
         super().__init__(
             n_layers,
             experts,
@@ -96,8 +95,8 @@ class ExpertStore(ExpertPlaces):
         return self.memory.slabs[part][entry.host_slot]
 
     def unused_memory(self, part: Part) -> list[Tensor]:
-        """The memory of host slots that no expert has, until residents are changed. Experts on disk
-        would use it: there are none."""
+        """The memory of the free host slots, until residents are changed. There must be no experts
+        on disk, which would use it."""
         assert not self.disk_slots
         return [self.memory.slabs[part][slot] for slot in self.free_slots]
 
@@ -128,7 +127,7 @@ class ExpertStore(ExpertPlaces):
         return sum(int(memory.versions.sum()) for memory in memories)
 
     def _publish(self, entry: Entry) -> None:
-        """Other ranks may read the weights now."""
+        """Lets other ranks read the weights."""
         if self._shared is not None:
             self._shared.own.versions[entry.number] = entry.version
 
@@ -139,7 +138,7 @@ class ExpertStore(ExpertPlaces):
         self._on_change = listener
 
     def request_transfers(self) -> None:
-        """What is needed in host memory has changed: lets disk transfers start."""
+        """Lets disk transfers start, after a change of what is needed in host memory."""
         with self.lock:
             if self._on_change is not None:
                 self._on_change()
@@ -167,7 +166,7 @@ class ExpertStore(ExpertPlaces):
             entry.upload = _Issuing()
 
     def end_upload(self, entry: Entry, copy: Reader) -> None:
-        """The copy was issued: the slot is in use until `copy` is done."""
+        """Keeps the host slot, for a copy that was issued, until `copy` is done."""
         with self.lock:
             entry.upload = copy
 
@@ -182,21 +181,21 @@ class ExpertStore(ExpertPlaces):
             return True
 
     def upload_done(self, entry: Entry) -> None:
-        """The copy has ended; the host slot of an expert on disk may be reused."""
+        """Lets the host slot of an expert on disk be reused, after the copy has ended."""
         with self.lock:
             self._changed(entry)
 
     # -- gradients and updates -------------------------------------------------------------
 
     def begin_update(self, entry: Entry) -> None:
-        """The expert's gradient is complete: its weights, here and on the GPU, are out of date
-        until `end_update`."""
+        """Marks the weights, here and on the GPU, as out of date until `end_update`: the gradient
+        is complete."""
         with self.lock:
             entry.stale = True
             entry.version += 1
 
     def end_update(self, entry: Entry) -> None:
-        """Weights and states in the host slot are new; the gradient is used up."""
+        """Marks weights and states in the host slot as new, and the gradient as used up."""
         with self.lock:
             entry.stale = False
             self._publish(entry)
@@ -207,15 +206,15 @@ class ExpertStore(ExpertPlaces):
             self.wake_uploader()
 
     def keep_gradient(self, entry: Entry) -> None:
-        """The host slot holds a gradient that waits for more of it or for `step()`."""
+        """Marks the gradient in the host slot as valid: it waits for more of it or for `step()`."""
         with self.lock:
             if entry.disk_slot is not None:
                 entry.valid |= Part.GRADS
                 entry.dirty |= Part.GRADS
 
     def discard_gradients(self, kept: Collection[int]) -> None:
-        """Drops the gradients of the experts with these numbers. No update is pending: all weights
-        are current again, and no host slot is held."""
+        """Drops the gradients of the experts with these numbers. No update may be pending: all
+        weights are current again, and no host slot is held."""
         with self.lock:
             for entry in self.entries:
                 entry.stale, entry.holds = False, 0
@@ -238,7 +237,7 @@ class ExpertStore(ExpertPlaces):
                 entry.dirty &= ~part  # now: an update during the write makes it dirty again
 
     def cancel_io(self, entry: Entry, part: Part, write: bool) -> None:
-        """The transfer will not take place."""
+        """Undoes `begin_io` of a transfer that will not take place."""
         with self.lock:
             entry.io &= ~part
             if write:
@@ -253,7 +252,7 @@ class ExpertStore(ExpertPlaces):
             self.wake_all()
 
     def write_back(self, entry: Entry) -> None:
-        """Under the lock: writes what is newer in the host slot to disk."""
+        """Writes the parts that are newer in the host slot to disk. Called under the lock."""
         for part, file in self.memory.files.items():
             if entry.dirty & part:
                 assert entry.disk_slot is not None
@@ -261,8 +260,8 @@ class ExpertStore(ExpertPlaces):
                 entry.dirty &= ~part
 
     def fail_read(self, entry: Entry, error: OSError) -> None:
-        """The weights could not be read, in inference: an error only where they are needed. They
-        are not read ahead any more."""
+        """Notes, in inference, that the weights could not be read: an error only where they are
+        needed. They are not read ahead any more."""
         with self.lock:
             self._unreadable[entry] = error
             self._changed(entry)
@@ -272,20 +271,20 @@ class ExpertStore(ExpertPlaces):
         return entry in self._unreadable
 
     def retry_reads(self, entries: Iterable[Entry]) -> None:
-        """These experts are needed now: those that could not be read may be read again."""
+        """Lets experts that are needed now be read again if they could not be read."""
         with self.lock:
             for entry in entries if self._unreadable else ():
                 self._unreadable.pop(entry, None)
 
     def check_readable(self, entries: Iterable[Entry]) -> None:
-        """Under the lock: raises if one of these experts could not be read."""
+        """Raises if one of these experts could not be read. Called under the lock."""
         for entry in entries if self._unreadable else ():
             if (error := self._unreadable.get(entry)) is not None:
                 name = f"expert {entry.id.layer}.{entry.id.index}"
                 raise DiskError(f"{name} could not be read from disk: {error}") from error
 
     def recover(self) -> None:
-        """After a failure in inference, when no upload is running: the experts are as before."""
+        """Restores the entries after a failure in inference, when no upload is running."""
         with self.lock:
             for entry in self.entries:
                 entry.upload = None

@@ -81,7 +81,8 @@ class WorkerSync:
         self.device_busy = busy
 
     def watchdog(self, what: str) -> Watchdog:
-        """For one wait; `what` says what is waited for, and which thread should signal it."""
+        """Returns the watchdog of one wait; `what` names the awaited event and the thread that
+        should signal it."""
         return Watchdog(self, what, self._watchdog_seconds)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
@@ -98,11 +99,11 @@ class WorkerSync:
 
     @property
     def main_waits(self) -> bool:
-        """Under the lock: whether a pass waits for a transfer."""
+        """Whether a pass waits for a transfer. Read under the lock."""
         return self._main.is_awaited
 
     def disk_busy(self) -> bool:
-        """Under the lock: whether a disk transfer is running."""
+        """Whether a disk transfer is running. Called under the lock."""
         return False
 
     def wait_uploader(self, poll: bool = False) -> None:

@@ -19,7 +19,7 @@ from overspill.plan.reuse import Strategy
 
 @dataclass(frozen=True, eq=False)
 class PassPlan:
-    """How one pass through a layer is carried out."""
+    """The plan of one pass through a layer."""
 
     rows: DividedRows
     shape: ExpertShape

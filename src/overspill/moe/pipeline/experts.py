@@ -99,7 +99,8 @@ class Grads:
     dx_TD: Tensor
     dweights_TK: Tensor
     dw: tuple[Tensor, ...]
-    """Of w_in and w_out, [L, …], for the mean of the ranks' losses; empty if not needed."""
+    """The gradients of w_in and w_out, [L, …], for the mean of the ranks' losses; empty if not
+    needed."""
 
 
 def backward(

@@ -1,4 +1,4 @@
-"""How a layer reaches the other ranks."""
+"""The connection of a layer to the other ranks."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ Rows = NDArray[np.int64]
 
 
 class Division(NamedTuple):
-    """How the tokens of a batch are divided."""
+    """The division of the tokens of a batch."""
 
     n: int
     """Partitions."""
@@ -39,7 +39,7 @@ class Division(NamedTuple):
 
     @property
     def _units(self) -> int:
-        """Of which the first and the last partition have one, and the others two."""
+        """The number of units: the first and the last partition have one, the others two."""
         return max(1, 2 * self.n - 2)
 
     def bounds(self, n_tokens: int) -> list[int]:
@@ -101,7 +101,7 @@ class Partition:
     tokens: slice
     rows: slice
     order: RowOrder
-    """As in `SortedRows`."""
+    """The order of its rows, as in `SortedRows`."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
@@ -109,11 +109,11 @@ class Partition:
     counts: list[int]
     """Received rows of each local expert."""
     ends: Tensor
-    """Their cumulative sum, on the device."""
+    """The cumulative sum of `counts`, on the device."""
     to_experts: Tensor | None
     """The received row at each place in the order of experts; None: they are in this order."""
     to_ranks: Tensor | None
-    """The inverse."""
+    """The inverse of `to_experts`."""
 
     @property
     def n_computed(self) -> int:
@@ -214,5 +214,5 @@ def divide_rows(
 
 @functools.cache
 def _first_experts(n_experts: int, n_ranks: int) -> list[int]:
-    """Of each rank."""
+    """The first expert of each rank."""
     return [ExpertMap.part(n_experts, rank, n_ranks).local_ids[0] for rank in range(n_ranks)]

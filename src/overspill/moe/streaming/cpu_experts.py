@@ -75,7 +75,8 @@ class CpuJob:
 
     @property
     def end(self) -> StreamEvent:
-        """When the weights are not read any more, and the weight gradients are complete."""
+        """The event after which weights are not read any more, and weight gradients are
+        complete."""
         return StreamEvent(_JobEnd(self))
 
 
@@ -342,5 +343,5 @@ class CpuExperts:
 
 
 def _signed(number: int) -> int:
-    """The same 32 bits as a signed number."""
+    """Returns the same 32 bits as a signed number."""
     return number - (1 << 32) if number >= 1 << 31 else number

@@ -1,4 +1,4 @@
-"""How many token rows each expert of a layer is expected to get in its next pass."""
+"""Token rows that each expert of a layer is expected to get in its next pass."""
 
 import enum
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _DECAY = 0.5
 
 
 class CountSource(enum.Enum):
-    """Where expected counts come from."""
+    """Source of expected counts."""
 
     HISTORY = "by history"
     PREDICTION = "by prediction"

@@ -1,4 +1,4 @@
-"""Where the step is and which experts come next."""
+"""The position in a step, and the experts that come next."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -20,7 +20,7 @@ from overspill.transfer.uploader import Target, Uploader
 
 
 class WaveLimits(NamedTuple):
-    """What a wave may be."""
+    """Limits of a wave."""
 
     grouped: bool  # several experts, or each by itself
     overlap: bool  # upload ahead of the chunk that is being computed

@@ -1,5 +1,5 @@
-"""What the pipeline needs of an exchange: token rows go to the ranks that compute them, beside the
-compute stream, and numbers of the host to all ranks.
+"""The interface of an exchange: token rows go to the ranks that compute them, beside the compute
+stream, and numbers of the host to all ranks.
 
 | class                | token rows travel                                        |
 |----------------------|----------------------------------------------------------|
@@ -26,13 +26,13 @@ class Transfer(NamedTuple):
     """Token rows to be sent."""
 
     rows: Tensor
-    """Contiguous."""
+    """The rows, contiguous."""
     result: Tensor
-    """Gets the rows that arrive."""
+    """The tensor for rows that arrive."""
     sent: list[int]
     received: list[int]
     ready: StreamEvent
-    """When both tensors may be used."""
+    """The event after which both tensors may be used."""
     label: str
 
 
@@ -42,7 +42,7 @@ class Exchange(ABC):
     rank: int = 0
     size: int = 1
     ranks: Ranks | None = None
-    """Those that take part; None for one process."""
+    """The ranks that take part; None for one process."""
 
     def __init__(
         self,
