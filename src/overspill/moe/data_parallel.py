@@ -37,7 +37,7 @@ def check_processes() -> None:
 
 def check_ignored(experts: Sequence[nn.Parameter]) -> None:
     """Raises in a forward inside a DistributedDataParallel that treats the experts of this rank as
-    copies of those of other ranks."""
+    copies of other ranks' experts."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or wrapper.process_group.size() == 1:
         return

@@ -186,7 +186,7 @@ class DenseWeights:
         model.forward = forward
 
     def close(self) -> None:
-        """The parameters stay where they are."""
+        """Removes the hooks. The parameters keep their memory."""
         with self._lock:
             self._drop_copies()
             for handle in self._handles:

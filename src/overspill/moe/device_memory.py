@@ -25,9 +25,9 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """Leaves torch's peak statistics to the user. What is reserved grows until cached memory is
-    freed: without that its peak is what is reserved now, and at most it is what was reserved before
-    and has been since."""
+    """Leaves torch's peak statistics to the user. Reserved memory grows until cached memory is
+    freed: without that its peak is the memory reserved now, and at most the memory reserved before
+    and since."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_index(device)

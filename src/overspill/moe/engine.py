@@ -50,7 +50,7 @@ from overspill.trace.recorder import Recorder
 
 
 class Engine:
-    """The experts of an offloaded model: where they are, how they compute, how they train."""
+    """The experts of an offloaded model: their memory, their compute and their training."""
 
     def __init__(
         self,

@@ -20,8 +20,8 @@ from overspill.tiers.store import ExpertStore
 
 
 class EngineMemory:
-    """Counts and limits the memory of one model. It is the model among those that share the device
-    (`MemoryUser`)."""
+    """Counts and limits the memory of one model, and is its `MemoryUser` among the models that
+    share the device."""
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class EngineMemory:
     # -- its limit on the GPU -----------------------------------------------------------------
 
     def limit(self, budget: int | None) -> None:
-        """Limits what torch allocates on the GPU to the budgets of all models; without one, the
-        model shares what is free. No-op without a GPU."""
+        """Limits the memory that torch allocates on the GPU to the budgets of all models; without
+        one, the model shares the free memory. No-op without a GPU."""
         device = self._residents.device
         if device.type != "cuda":
             return

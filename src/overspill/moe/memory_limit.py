@@ -34,9 +34,9 @@ class _Claim:
 
 
 class MemoryLimits:
-    """The budgets of all models of this process. Models without one share equally what the others
-    leave. Torch has one limit per device and process: the sum of the budgets of that device, so
-    that a model can use its own beside the others."""
+    """The budgets of all models of this process. Models without one share the rest equally. Torch
+    has one limit per device and process: the sum of the budgets of that device, so that a model can
+    use its own beside the others."""
 
     def __init__(self) -> None:
         self._models: dict[MemoryUser, ModelMemory] = {}
@@ -45,7 +45,7 @@ class MemoryLimits:
         self, user: MemoryUser, device: torch.device, budget: int | None, memory: DeviceMemory
     ) -> "ModelMemory":
         """A hard limit: the allocator fails rather than exceed the budgets. Without a budget the
-        model shares `memory`. Returns what the model may use of it."""
+        model shares `memory`. Returns the part of it that the model may use."""
         shared = budget is None
         most = memory.available() if budget is None else budget
         model = ModelMemory(self, user, device_index(device), most, shared, memory)
@@ -133,7 +133,7 @@ class ModelMemory:
         shared: bool,
         memory: DeviceMemory,
     ) -> None:
-        """A model that is `shared` has no budget of its own, but what is free."""
+        """A model that is `shared` has no budget of its own, but shares the free memory."""
         self.user = user
         self.index = index
         self.budget = budget

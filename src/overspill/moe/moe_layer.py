@@ -214,8 +214,8 @@ class MoELayer(StackedExperts):
 
     def average_gradients(self, model: nn.Module) -> None:
         """Replaces the gradients of `model`, without those of experts, by their mean over the ranks
-        of this layer: what DistributedDataParallel does. Must be called on all ranks, after
-        backward. No-op without a mesh."""
+        of this layer, as DistributedDataParallel does. Must be called on all ranks, after backward.
+        No-op without a mesh."""
         if self.engine is not None:
             raise OrderError("overspill.AdamW averages the gradients of an offloaded model itself")
         ranks = self._link.on(self.router.weight.device).ranks

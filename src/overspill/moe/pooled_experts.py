@@ -1,4 +1,4 @@
-"""The experts of a model for its passes: those that are resident, then those that are streamed."""
+"""The experts of a model for its passes: resident ones, then streamed ones."""
 
 from collections.abc import Collection, Iterator
 

@@ -31,8 +31,9 @@ class Popularity:
         """Makes the observer at the first forward, when the gates have weights."""
 
     def observe(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
-        """A forward has routed the tokens of a layer. Called before the host waits for the counts
-        of this routing: what is predicted is known when they are."""
+        """Learns from the routing of a layer's tokens, and predicts that of later layers. Called
+        before the host waits for the counts of this routing: predictions are there when they
+        are."""
         predicts = self._predicts()
         if predicts and self.observer is None:
             self.observer = self.new_observer()

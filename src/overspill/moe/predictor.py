@@ -1,4 +1,5 @@
-"""The popularity predictor: which experts later layers will choose for the tokens of this one.
+"""The popularity predictor: predicts the experts that later layers will choose for the tokens of
+this one.
 
 A linear map for each MoE layer and distance, with the structure of a gate. It reads what the gate
 of its layer reads, starts as a copy of the gate of a later layer, and learns from the routing of
@@ -72,7 +73,7 @@ class Predictor:
         device: torch.device,
         distances: Sequence[int] = (1, 2),
     ) -> None:
-        """`gates` are those of the layers, lowest first, or None where all is to be learned."""
+        """`gates` has the gates of the layers, lowest first, or None where all is to be learned."""
         self.n_layers, self.n_experts = len(gates), n_experts
         self.distances = [distance for distance in distances if distance < len(gates)]
         self.device = device
@@ -242,9 +243,9 @@ def _chosen(ids_LNK: Tensor, n_experts: int) -> Tensor:
 
 
 def _best_scale(logits_LNE: Tensor, chosen_LNE: Tensor) -> Tensor:
-    """The power of two for each layer with which these logits tell best what was chosen. A gate
-    whose logits are small is right about the order of experts, and would learn to be certain at the
-    expense of it."""
+    """The power of two for each layer with which these logits predict the chosen experts best. A
+    gate whose logits are small is right about the order of experts, and would learn to be certain
+    at the expense of it."""
     target_LNE = chosen_LNE / chosen_LNE.sum(-1, keepdim=True).clamp(min=1)
     losses = [
         -((2.0**exponent * logits_LNE).log_softmax(-1) * target_LNE).sum((1, 2))

@@ -168,7 +168,7 @@ def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]
 def replace_forward(module: nn.Module, around: Any, keep_module: bool = False) -> None:
     """Makes `module.forward` call `around(module, plain forward, args, kwargs)`. The class is
     replaced by a subclass, so that copies of the module work too. With `keep_module` it has the
-    name of the class and its module, by which transformers finds what it knows of a model."""
+    name of the class and its module, by which transformers finds its entries for a model."""
     own = vars(module).pop("forward", None)
     if own is not None:
         vars(module)[_OWN_FORWARD] = own
@@ -492,7 +492,7 @@ def _without_graph(value: Tensor) -> Tensor:
 
 
 def _again(carried: Tensor) -> Tensor:
-    """Returns the value for a recomputation, which must save what the forward has saved. Not a
+    """Returns the value for a recomputation, which must save the same tensors as the forward. Not a
     leaf, since the block may change it in place."""
     return carried.clone() if carried.requires_grad else carried
 

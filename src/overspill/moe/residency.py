@@ -72,7 +72,7 @@ class _Observed:
 
 
 class Residency:
-    """Decides how many experts live on the device, before each pass through the model."""
+    """Decides on the number of resident experts before each pass through the model."""
 
     def __init__(
         self, memory: DeviceMemory, budget: int, experts: MovableExperts, planned_bytes: int = 0
@@ -171,8 +171,8 @@ class Residency:
                 self._move(DeviceShare(remaining))
 
     def begin_again(self) -> None:
-        """The next passes need other memory than those that were observed, as with an optimizer
-        that clips and one that does not: experts return as these were."""
+        """Begins to observe anew, because the next passes need other memory, as with an optimizer
+        that clips and one that does not: experts return to their first number."""
         self._observed.clear()
         self._passes = 0
         if self._experts.share.experts > self._at_first:

@@ -40,9 +40,9 @@ class Switches:
     """With CPU experts: also those that are trained; the CPU forms the gradients of their weights
     in host memory."""
     popularity: Annotated[str, ("history", "learned")] = "history"
-    """How the token rows of experts of later layers are expected, for uploads ahead and the split
-    between CPU and GPU: as in the last batches (history), or by a predictor that learns from the
-    routing (learned), where it is closer."""
+    """Source of the token rows that experts of later layers are expected to get, for uploads ahead
+    and the split between CPU and GPU: as in the last batches (history), or by a predictor that
+    learns from the routing (learned), where it is closer."""
     placement: Annotated[str, ("auto", "static", "dynamic")] = "auto"
     """With several ranks, which one computes an expert: its owner (static), or any, by the routing
     of each batch (dynamic), which needs all experts in host memory; auto: static if experts may
@@ -65,7 +65,7 @@ class RoutingFix:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Switches, RoutingFix):
-    """The switches of the engine. Each technique can be turned off to measure what it gains."""
+    """The switches of the engine. Each technique can be turned off to measure its gain."""
 
     shared_balance: bool = False
     """With several ranks, balance losses of a `GPTMoE` count the tokens of all of them, so that the
@@ -81,7 +81,8 @@ class Settings(Switches, RoutingFix):
     "send" them again, they "keep" memory of the device until then, or "auto": they are kept if
     the exchange takes longest by measured speeds and they need little of the free memory."""
     max_rows: Count | None = None
-    """Token rows that are computed at once on the device; left out: what the budget allows."""
+    """Token rows that are computed at once on the device; left out: as many as the budget
+    allows."""
     cpu_policy: CpuPolicy | None = None
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
     inject: Callable[[str], Any] | None = None

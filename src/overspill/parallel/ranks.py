@@ -104,8 +104,8 @@ class Ranks:
     def all_to_all_into(
         self, out: Tensor, rows: Tensor, sent: list[int], received: list[int]
     ) -> None:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; those that are
-        received come into `out`, in the order of their ranks. The group must be able to send both
+        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; received rows
+        come into `out`, in the order of their ranks. The group must be able to send both
         tensors."""
         with self.calling():
             dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group)

@@ -120,9 +120,9 @@ class RowExchange:
         own_versions: Sequence[int] = (),
         own_positions: Sequence[int] = (),
     ) -> SentRows:
-        """Tells all ranks how many rows they get; waits for the device. Rows without an expert are
-        not sent. `own_versions` are those of the weights of this rank's experts. `own_positions`
-        say in which order it computes them; left out: in that of their ids."""
+        """Tells all ranks the numbers of rows that they get; waits for the device. Rows without an
+        expert are not sent. `own_versions` are those of the weights of this rank's experts.
+        `own_positions` say in which order it computes them; left out: in that of their ids."""
         permutation = Permutation.build(expert_ids_TK, self._n_experts)
         counts_E = counts_of(to_host(permutation.ends_E))
         counts_SE, versions, positions_E = self._tell(counts_E, own_versions, own_positions)

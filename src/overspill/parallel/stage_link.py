@@ -19,13 +19,13 @@ _DTYPES = (
 )  # fmt: skip
 _MOST_DIMENSIONS = 8
 _HEADER = 2048
-"""Numbers of a message's header: how many tensors, then the data type and the size of each."""
+"""Numbers of a message's header: the number of tensors, then the data type and the size of each."""
 _FAILED = -1
 """Sent in place of the number of tensors by a rank that has left its pass."""
 
 
 class _OtherFailed(Exception):
-    """Another rank has left the pass; what was wrong is not known yet."""
+    """Another rank has left the pass; its error is not known yet."""
 
 
 class StageLink:
@@ -92,8 +92,8 @@ class StageLink:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A pass that all ranks complete, or none: if it fails on one, the others raise RankError,
-        also those that wait for its messages. The link can be used again."""
+        """Makes a pass fail on all ranks or on none: if one fails, the others raise RankError, also
+        while they wait for its messages. The link can be used again."""
         told = False
         try:
             with self._ranks.together(what):

@@ -1,8 +1,8 @@
 """Ends a rank when another one is killed, stopped or stuck.
 
 Without it a rank could wait for another one forever. A thread in each rank publishes that it runs,
-how many calls to other ranks its main thread has made, and how many bytes of experts have moved. It
-looks at what the other ranks of its node publish. If another node fails, its connections close.
+the number of calls to other ranks by its main thread, and the bytes of experts that have moved. It
+looks at the numbers of the other ranks of its node. If another node fails, its connections close.
 """
 
 import fcntl
@@ -115,7 +115,7 @@ class Page:
 
 
 class Watchdog:
-    """Publishes what this rank does, and looks at the others."""
+    """Publishes the state of this rank, and watches the others."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Watchdog:
             self._state = before
 
     def start(self, end: Callable[[str], None]) -> None:
-        """Looks from now on, in a thread; `end` gets what is wrong."""
+        """Begins to watch, in a thread; `end` gets the description of a failure."""
         self._thread = threading.Thread(target=self._run, args=(end,), daemon=True)
         self._thread.start()
 
@@ -173,7 +173,7 @@ class Watchdog:
                 return
 
     def look(self) -> str | None:
-        """One tick: publishes this rank's numbers; returns what is wrong with another rank."""
+        """One tick: publishes this rank's numbers; returns the failure of another rank."""
         self._ticks += 1
         self._publish()
         # Counted in own ticks: all ranks may have been stopped for a while, and continued.

@@ -1,4 +1,4 @@
-"""Which experts live on the compute device: how many of each layer."""
+"""The number of resident experts of each layer, and of gradients beside them."""
 
 import itertools
 from collections.abc import Sequence

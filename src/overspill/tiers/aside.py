@@ -113,8 +113,8 @@ def remove(path: Path) -> None:
 
 
 def write_failure(error: Exception) -> str | None:
-    """Why the system did not write a file; None if that is not what the error says. safetensors and
-    tokenizers, which are in Rust, raise errors of their own types then."""
+    """The reason why the system did not write a file; None if the error has another cause.
+    safetensors and tokenizers, which are in Rust, raise errors of their own types then."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     number = re.search(r"\(os error (\d+)\)", str(error))

@@ -61,7 +61,7 @@ class DecodingSlots:
 
     def _write_oldest(self) -> None:
         """Writes an expert whose host slot is not used to disk, if it is newer there: the stager
-        keeps those that the next pass needs."""
+        keeps experts that the next pass needs."""
         for entry in self._store.cached():
             if entry.dirty and not entry.io and not entry.holds:
                 self._store.write_back(entry)

@@ -1,4 +1,4 @@
-"""The entry of an expert in the store: its slots, and the state of what is in them."""
+"""The entry of an expert in the store: its slots and the state of its parts."""
 
 from enum import IntFlag
 from typing import Protocol
@@ -21,8 +21,8 @@ class Reader(Protocol):
 
 
 class Entry:
-    """The slots of one expert, and the state of what is in them. Fields are read under the store's
-    lock and changed by the store only."""
+    """The slots of one expert and the state of its parts. Fields are read under the store's lock
+    and changed by the store only."""
 
     __slots__ = (
         "copy",

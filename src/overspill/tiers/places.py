@@ -10,7 +10,7 @@ from overspill.tiers.worker_sync import WorkerSync
 
 
 class ExpertPlaces(WorkerSync):
-    """The entries of all local experts, and the slots of those that are streamed.
+    """The entries of all local experts, and the slots of streamed ones.
 
     The first `residents[layer]` experts of each layer live on the compute device and have no slots
     here. Of the others, `permanent_slots`, spread evenly over the layers, always stay in host
@@ -34,7 +34,7 @@ class ExpertPlaces(WorkerSync):
         """The expert at each position of each layer."""
         self.n_layers = n_layers
         self.residents = residents if residents is not None else [0] * n_layers
-        """Experts of each layer resident: the first ones."""
+        """The number of resident experts of each layer: the first ones."""
         count = n_layers * experts.n_local - sum(self.residents)
         self.permanent_slots = min(permanent_slots, count)
         on_disk = count - self.permanent_slots

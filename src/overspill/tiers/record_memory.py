@@ -84,7 +84,7 @@ class RecordMemory:
         return sum(file.nbytes for file in self.files.values())
 
     def disk_budget(self) -> int | None:
-        """Bytes of the files with what is free on their disk; None without files."""
+        """Bytes of the files and free bytes of their disk; None without files."""
         return self.disk_bytes + disk_free(self._folder) if self._folder is not None else None
 
     def read(self, part: Part, record: int) -> Tensor:

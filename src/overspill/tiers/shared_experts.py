@@ -1,7 +1,7 @@
-"""The host memory that the ranks of a node share: what lies where in that of each rank.
+"""The host memory that the ranks of a node share, and the parts of each rank's.
 
-Every word has one writer. A writer changes its word after what the word stands for, a reader looks
-at the word first; both take locks in between, which order their accesses.
+Every word has one writer. A writer changes its word after the data that the word describes, a
+reader looks at the word first; both take locks in between, which order their accesses.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The lock shared by the main thread and the worker threads, and how they wait for each other."""
+"""The lock shared by the main thread and the worker threads, and their waits for each other."""
 
 import logging
 import threading
@@ -87,8 +87,8 @@ class WorkerSync:
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
-        failed, or if nothing has changed for a minute: `what` says what was waited for and which
-        thread should have signalled it."""
+        failed, or if nothing has changed for a minute: `what` names the awaited event and the
+        thread that should have signalled it."""
         with self.lock:
             watchdog: Watchdog | None = None  # most waits are over at once
             while self.error is None and not ready():

@@ -1,4 +1,5 @@
-"""Measures what the choice of a memory reusing strategy depends on (`plan.reuse.Speeds`)."""
+"""Measures the speeds on which the choice of a memory reusing strategy depends
+(`plan.reuse.Speeds`)."""
 
 import itertools
 import math
@@ -25,7 +26,7 @@ millisecond to queue the first one, in which the device waits."""
 _REPEATED = 8  # at most
 _BESIDE = 64  # times that other work is repeated, at most
 Begin = Callable[[], Sequence[Arrival]]
-"""Queues some work; returns what must be waited for."""
+"""Queues some work; returns the transfers to wait for."""
 
 
 @torch.no_grad()

@@ -75,9 +75,9 @@ class Residents:
     def update_beside(
         self, layer: int, updates: Sequence[Callable[[LayerRecords], None]], inject: Inject | None
     ) -> None:
-        """Updates of a layer's records that run beside what is computed, one after another, until
-        the records are needed. Each begins with an upload. On a CPU they run at once, unless
-        `inject` defers them."""
+        """Updates of a layer's records that run beside compute, one after another, until the
+        records are needed. Each begins with an upload. On a CPU they run at once, unless `inject`
+        defers them."""
         records = self._layers[layer]
         if self.device.type != "cuda":
             for update in updates:
@@ -125,8 +125,8 @@ class Residents:
             records.grads = None
 
     def resize(self, layer: int, count: int) -> None:
-        """Makes room for `count` experts of a layer; those that stay keep their records. Tensor by
-        tensor, to need as little memory as possible. Kept gradients are lost."""
+        """Makes room for `count` experts of a layer; experts that stay keep their records. Tensor
+        by tensor, to need as little memory as possible. Kept gradients are lost."""
         records = self[layer]
         records.grads = None
         records.weights = self._resized(records.weights, count)

@@ -191,7 +191,7 @@ class CpuExperts:
 
     def end_job(self) -> None:
         """Blocks the host until no job reads weights or writes weight gradients. A job whose pass
-        failed before its rows were sent computes with what is in the buffers."""
+        failed before its rows were sent computes with the present content of the buffers."""
         if self._last is not None:
             if self._last.sent is None:
                 self._sent(self._last)

@@ -1,5 +1,5 @@
-"""Which experts of a pass the CPU computes: the plan of `plan.split`, fed with what the engine
-knows."""
+"""The choice of the experts of a pass that the CPU computes: `plan.split`, given the figures of the
+engine."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -246,9 +246,9 @@ class CpuSplit:
         need_dw: bool = False,
         factored: Sequence[int] = (),
     ) -> None:
-        """Seconds that the CPU took for experts with these token rows: the profile was measured on
-        idle cores. `factored` are those of experts whose weight gradients are formed in their
-        updates, on the same cores: the job does not include it, the costs do."""
+        """Notes the seconds that the CPU took for experts with these token rows: the profile was
+        measured on idle cores. `factored` are the rows of experts whose weight gradients are formed
+        in their updates, on the same cores: the job does not include that work, the costs do."""
         if self.costs is None:
             return
         kind = _Kind(phase, need_dw)

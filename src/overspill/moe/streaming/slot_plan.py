@@ -18,7 +18,7 @@ class SlotPlan:
     """The planned content of the GPU slots. Used under the store's lock."""
 
     def __init__(self, n_local: int, residents: Sequence[int], n_slots: int) -> None:
-        """`residents` are the experts of each layer resident, which need no slots."""
+        """`residents` is the number of resident experts of each layer, which need no slots."""
         self.n_local = n_local
         self._residents = residents
         self._n_slots = n_slots

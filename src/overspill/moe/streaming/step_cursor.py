@@ -13,8 +13,8 @@ class StepCursor:
     their local positions."""
 
     def __init__(self, n_local: int, residents: Sequence[int]) -> None:
-        """`residents` are the experts of each layer resident, the first ones: they are not
-        streamed."""
+        """`residents` is the number of resident experts of each layer, the first ones, which are
+        not streamed."""
         self.n_layers = n_layers = len(residents)
         self.n_local = n_local
         self._residents = residents
@@ -28,7 +28,7 @@ class StepCursor:
         self._finished: set[int] = set()  # experts that the current pass is done with
 
     def enter(self, layer: int, phase: Phase, counts: Sequence[int], training: bool) -> None:
-        """A pass through `layer` begins."""
+        """Begins a pass through `layer`."""
         self.passes += 1
         self.here, self._counts, self._finished = Position(layer, phase), counts, set()
         if phase is Phase.FORWARD:
@@ -36,7 +36,7 @@ class StepCursor:
             self.counts_ahead.observe(layer, counts)
 
     def follow_stage(self, visit: StageVisit | None) -> None:
-        """The next passes are those of a micro-batch in a stage."""
+        """Sets the stage and the micro-batch of the next passes."""
         self._visit = visit
 
     def stage_passes(self, layer: int, fits: Callable[[range], bool]) -> int:
@@ -50,7 +50,7 @@ class StepCursor:
         return visit.passes(self.next_phase(layer))
 
     def finish(self, positions: Sequence[int]) -> None:
-        """The current pass is done with these experts."""
+        """Notes that the current pass is done with these experts."""
         self._finished.update(positions)
 
     def next_phase(self, layer: int) -> Phase:
@@ -65,7 +65,7 @@ class StepCursor:
         return Phase.FORWARD if ahead else Phase.BACKWARD
 
     def expected(self, layer: int) -> tuple[Sequence[int] | Sequence[float] | None, CountSource]:
-        """The token rows of each expert in the layer's next pass, and how they are known."""
+        """The token rows of each expert in the layer's next pass, and their source."""
         if layer == self.here.layer:
             return self._counts, CountSource.ROUTING
         return self.counts_ahead.expected(layer, self.next_phase(layer))

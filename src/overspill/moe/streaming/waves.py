@@ -28,7 +28,7 @@ class WaveLimits(NamedTuple):
 
 
 class Waves:
-    """Tells the uploader what is needed next, and yields experts as they arrive."""
+    """Tells the uploader which experts are needed next, and yields them as they arrive."""
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class Waves:
         wait_for_all: bool,
     ) -> tuple[list[int], list[int], list[StreamEvent]]:
         """Blocks until the upload of the first available expert of `pending` was issued (with
-        `wait_for_all` of all), then takes those that may compute with it: (positions, slots, upload
-        ends)."""
+        `wait_for_all` of all), then takes the experts that may compute with it: (positions, slots,
+        upload ends)."""
         uploader = self._uploader
         with self._store.lock:
             self._store.request_transfers()  # host slots of passed experts are free now
