@@ -69,7 +69,7 @@ class Engine:
         self.experts = part.experts
         self.n_experts = part.experts.n_global  # of a layer over all processes
         self.ranks = part.ranks
-        self.layout, self.shape, self.dtype = layout, layout.shape, layout.dtype
+        self.shape, self.dtype = layout.shape, layout.dtype
         self.expert_parameters = part.layers.n_layers * self.n_experts * layout.shape.numel
         self.device = device
         self.placement = placement
@@ -184,6 +184,11 @@ class Engine:
         gradients and the step cursor. Passes of several threads may come in any order."""
         self.lifetime.check()  # first: in a forked child no thread would release the lock
         return self._lock
+
+    @property
+    def layout(self) -> RecordLayout:
+        """The layout of the experts' records."""
+        return self.records.layout
 
     # -- residents --------------------------------------------------------------------------------
 

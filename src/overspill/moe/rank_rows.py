@@ -58,9 +58,8 @@ class RankRows:
         with store.lock:  # the versions that updates which have begun will give the experts
             versions = [entry.version for entry in store.layer_entries(layer)]
         rows = self.exchange.route(expert_ids_TK, versions, positions)
-        if store.remote_experts is not None:
-            with store.lock:
-                store.remote_experts.expect(layer, rows.versions)
+        with store.lock:
+            store.remote_experts.expect(layer, rows.versions)
         return rows
 
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:

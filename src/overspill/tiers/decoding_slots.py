@@ -51,7 +51,7 @@ class DecodingSlots:
         with store.lock:
             found: list[Entry] = []
             for entry in entries:
-                if entry.disk_slot is None or entry.io or entry.stale or entry.readable:
+                if not entry.on_disk or entry.io or entry.stale or entry.readable:
                     continue
                 if entry.host_slot is None and not store.assign_host_slot(entry, needed, order):
                     break

@@ -46,7 +46,7 @@ class Entry:
         self.number = number  # layer * number of local experts + local position
         self.host_slot = host_slot  # None: only on disk
         self.disk_slot = disk_slot  # None: always in host memory
-        self.valid = Part(0)  # parts that are current in the host slot
+        self.valid = Part(0)  # parts that are current in the host slot; none without one
         self.dirty = Part(0)  # parts that are newer in the host slot than on disk
         self.io = Part(0)  # parts being read or written
         self.stale = False  # the gradient is complete, the update is not: do not read the weights
@@ -54,6 +54,11 @@ class Entry:
         self.version = 0  # of the weights; a GPU slot with another version is out of date
         self.upload: Reader | None = None  # the last copy that reads the host slot
         self.copy: Reader | None = None  # the same for decoding steps, beside uploads of a pass
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the expert has a disk slot; its host slot, if any, is one of the cache."""
+        return self.disk_slot is not None
 
     @property
     def readable(self) -> bool:

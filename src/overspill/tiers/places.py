@@ -44,7 +44,7 @@ class ExpertPlaces(WorkerSync):
         assert self.disk_slots == 0 or self.least_cache >= 1
         self.host_slots = self.permanent_slots + self.least_cache
         self.entries = self._number_entries(count)
-        self.remote_experts: RemoteExperts | None = None
+        self.remote_experts = RemoteExperts(n_layers)
         """Experts of other ranks that this one can upload. They are no `entries`."""
         self._cached: dict[Entry, None] = {}
         self.recount_slots()
@@ -78,7 +78,6 @@ class ExpertPlaces(WorkerSync):
     def at(self, layer: int, position: int) -> Entry:
         n_local = self.experts.n_local
         if position >= n_local:
-            assert self.remote_experts is not None
             return self.remote_experts.of(layer)[position - n_local]
         return self.entries[layer * n_local + position]
 
@@ -86,14 +85,13 @@ class ExpertPlaces(WorkerSync):
         """The expert, or remote expert, with a number."""
         if number < len(self.entries):
             return self.entries[number]
-        assert self.remote_experts is not None
         return self.remote_experts.entries[number - len(self.entries)]
 
     @property
     def computed(self) -> list[ExpertMap]:
         """The expert at each position of each layer, for passes: the local experts, then the remote
         ones."""
-        if self.remote_experts is None:
+        if not self.remote_experts.ids:
             return self.maps  # itself: experts may be swapped
         ids = self.experts.local_ids + self.remote_experts.ids
         return [ExpertMap(self.experts.n_global, ids)] * self.n_layers
@@ -111,7 +109,6 @@ class ExpertPlaces(WorkerSync):
         n_local, remote = self.experts.n_local, entry.number - len(self.entries)
         if remote < 0:
             return entry.number % n_local
-        assert self.remote_experts is not None
         return n_local + remote % len(self.remote_experts.ids)
 
     # -- slots ----------------------------------------------------------------------------
@@ -119,7 +116,7 @@ class ExpertPlaces(WorkerSync):
     @property
     def in_host(self) -> int:
         """The number of experts that always stay in host memory."""
-        return sum(e.host_slot is not None and e.disk_slot is None for e in self.entries)
+        return sum(e.host_slot is not None and not e.on_disk for e in self.entries)
 
     @property
     def on_disk(self) -> int:
@@ -182,10 +179,10 @@ class ExpertPlaces(WorkerSync):
                     entry.upload = entry.copy = None
                     entry.valid = entry.dirty = Part(0)
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
-            on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
+            on_disk = [entry for entry in self.entries if entry.on_disk]
             held = {entry.host_slot for entry in in_host}
             # experts on disk that have a host slot, the least recently used first
-            cached = {entry for entry in in_host if entry.disk_slot is not None}
+            cached = {entry for entry in in_host if entry.on_disk}
             known = [entry for entry in self._cached if entry in cached]
             self._cached = dict.fromkeys([*known, *cached])
             self.free_slots = [slot for slot in range(self.host_slots) if slot not in held]

@@ -88,7 +88,7 @@ class ResidentChanges:
         with store.lock:
             new = store.maps[layer].swapped(store.position(resident), store.position(streamed))
             streamed.version += 1  # the copy on the GPU is out of date
-            if streamed.disk_slot is not None:
+            if streamed.on_disk:
                 streamed.dirty |= Part.WEIGHTS
             copy()
             store.maps[layer] = new

@@ -58,7 +58,6 @@ class ExpertStore(ExpertPlaces):
             watchdog_seconds,
         )
         self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
-        self.layout = layout
         self.lifetime = Lifetime()
         self._on_change: Callable[[], None] | None = None
         self._shared = shared
@@ -70,10 +69,17 @@ class ExpertStore(ExpertPlaces):
                 assert self.permanent_slots == len(self.entries), (
                     "all experts must be in host memory"
                 )
-                self.remote_experts = RemoteExperts(shared, n_layers, len(self.entries), pinned)
+                self.remote_experts = RemoteExperts.of_ranks(
+                    shared, n_layers, len(self.entries), pinned
+                )
         except BaseException:
             self.close()  # leaves no file behind
             raise
+
+    @property
+    def layout(self) -> RecordLayout:
+        """The layout of records; the optimizer may change that of states before they exist."""
+        return self.memory.layout
 
     def allocate(self, part: Part, background: bool = False) -> None:
         """Allocates the memory and disk space for `part` of every expert, once."""
@@ -82,7 +88,7 @@ class ExpertStore(ExpertPlaces):
                 return
             self.memory.allocate(part, self.host_slots, background)
             for entry in self.entries:
-                if entry.host_slot is not None and entry.disk_slot is None:
+                if entry.host_slot is not None and not entry.on_disk:
                     entry.valid |= part
 
     def host(self, entry: Entry, part: Part) -> Tensor:
@@ -103,13 +109,12 @@ class ExpertStore(ExpertPlaces):
     def wait_allocated(self) -> None:
         """Blocks until all memory is allocated and pinned."""
         self.memory.wait_allocated()
-        for slab in () if self.remote_experts is None else self.remote_experts.slabs:
+        for slab in self.remote_experts.slabs:
             slab.wait_allocated()
 
     def close(self) -> None:
         self.lifetime.closed = True
-        if self.remote_experts is not None:
-            self.remote_experts.close()
+        self.remote_experts.close()
         self.memory.close()
         if self._shared is not None:
             self._shared.close()
@@ -144,7 +149,7 @@ class ExpertStore(ExpertPlaces):
                 self._on_change()
 
     def _changed(self, entry: Entry) -> None:
-        if entry.disk_slot is not None:
+        if entry.on_disk:
             self.request_transfers()
 
     # -- users of a host slot --------------------------------------------------------------
@@ -176,7 +181,7 @@ class ExpertStore(ExpertPlaces):
         with self.lock:
             if not entry.readable or not (entry.copy is None or entry.copy.done()):
                 return False
-            if entry.disk_slot is not None:
+            if entry.on_disk:
                 entry.copy = copy
             return True
 
@@ -199,7 +204,7 @@ class ExpertStore(ExpertPlaces):
         with self.lock:
             entry.stale = False
             self._publish(entry)
-            if entry.disk_slot is not None:
+            if entry.on_disk:
                 entry.dirty |= Part.WEIGHTS | Part.STATES
                 self._forget_gradient(entry)
             self._changed(entry)
@@ -208,7 +213,7 @@ class ExpertStore(ExpertPlaces):
     def keep_gradient(self, entry: Entry) -> None:
         """Marks the gradient in the host slot as valid: it waits for more of it or for `step()`."""
         with self.lock:
-            if entry.disk_slot is not None:
+            if entry.on_disk:
                 entry.valid |= Part.GRADS
                 entry.dirty |= Part.GRADS
 
@@ -219,7 +224,7 @@ class ExpertStore(ExpertPlaces):
             for entry in self.entries:
                 entry.stale, entry.holds = False, 0
                 self._publish(entry)
-                if entry.number in kept and entry.disk_slot is not None:
+                if entry.number in kept and entry.on_disk:
                     self._forget_gradient(entry)
                     self._changed(entry)
             self.wake_uploader()
@@ -294,7 +299,7 @@ class ExpertStore(ExpertPlaces):
 
     def read_part(self, entry: Entry, part: Part) -> Tensor:
         """The bytes of `part`: the host slot itself, or a copy from disk."""
-        if entry.host_slot is not None and entry.valid & part:
+        if entry.valid & part:
             return self.host(entry, part)
         assert entry.disk_slot is not None
         return self.memory.read(part, entry.disk_slot)
@@ -305,9 +310,9 @@ class ExpertStore(ExpertPlaces):
             # held throughout: the old bytes must not be read and the slot must not be reused
             name = f"{entry.id.layer}.{entry.id.index}"
             self.wait(lambda: not entry.io, f"disk transfers of expert {name}")
-            if entry.host_slot is not None and entry.valid & part:
+            if entry.valid & part:
                 fill(self.host(entry, part))
-                if entry.disk_slot is not None:
+                if entry.on_disk:
                     entry.dirty |= part
             else:
                 assert entry.disk_slot is not None
@@ -323,7 +328,7 @@ class ExpertStore(ExpertPlaces):
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` set the bytes of `part` for the first time. Without the lock, because nothing
         else runs yet: several threads may do it, each for experts of its own."""
-        if entry.host_slot is not None and entry.valid & part:
+        if entry.valid & part:
             fill(self.host(entry, part))
             return
         assert entry.disk_slot is not None

@@ -135,8 +135,8 @@ class Waves:
         if self._split is not None:
             return self._split.uploads(layer, positions)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
-        remote_experts = self._store.remote_experts is not None
-        if not remote_experts or self._cursor.expected(layer)[1] is CountSource.ROUTING:
+        remote = self._store.remote_experts.ids
+        if not remote or self._cursor.expected(layer)[1] is CountSource.ROUTING:
             return busy
         # which rank computes a remote expert is not known, and its owner may be updating it
         return [position for position in busy if position < self._store.experts.n_local]
