@@ -21,7 +21,7 @@ from overspill.moe.init import STD
 from overspill.moe.pipeline.arguments import Arguments, check_shape, check_type, device_type
 from overspill.moe.pipeline.autograd import PassPlan, pipelined_experts
 from overspill.moe.pipeline.experts import Experts
-from overspill.moe.pipeline.link import Link
+from overspill.moe.pipeline.link import RankLink
 from overspill.moe.pipeline.speeds import measure_speeds
 from overspill.moe.pipeline.tuner import Tuner
 from overspill.moe.router import Router
@@ -86,7 +86,7 @@ class MoELayer(StackedExperts):
             d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, activation, gated,
             partitions, strategy, type(exchange).__name__, dtype, device_type(device), seed,
         )  # fmt: skip
-        link = Link(mesh, exchange)
+        link = RankLink(mesh, exchange)
         seed = link.agree_on(arguments)
         if link.size > num_experts:
             raise ConfigError(

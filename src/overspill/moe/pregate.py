@@ -219,7 +219,7 @@ def _refuse_replica(gate: nn.Module) -> NoReturn:
 # -- passes --------------------------------------------------------------------------------------
 
 
-class _Pass:
+class _ChainPass:
     """A forward through a chain, or the recomputation of one of its blocks."""
 
     def __init__(self, chain: Chain, values: dict[int, Any], recomputed: bool = False) -> None:
@@ -259,13 +259,13 @@ class _Pass:
         return {number: map_tensors(value, _without_graph) for number, value in found.items()}
 
 
-class _Passes(threading.local):
+class _ChainPasses(threading.local):
     """The passes of this thread, the innermost one last."""
 
     def __init__(self) -> None:
-        self.running: list[_Pass] = []
+        self.running: list[_ChainPass] = []
 
-    def current(self, key: ChainKey) -> _Pass | None:
+    def current(self, key: ChainKey) -> _ChainPass | None:
         """The pass that a call belongs to; None if it is a recomputation, or none is running."""
         for each in reversed(self.running):
             if each.task != graph_task():
@@ -275,7 +275,7 @@ class _Passes(threading.local):
         return None
 
     @contextmanager
-    def run(self, passes: Sequence[_Pass]) -> Iterator[None]:
+    def run(self, passes: Sequence[_ChainPass]) -> Iterator[None]:
         before = len(self.running)
         self.running += passes
         try:
@@ -284,7 +284,7 @@ class _Passes(threading.local):
             del self.running[before:]
 
 
-_PASSES = _Passes()
+_PASSES = _ChainPasses()
 
 Notes = dict[ChainKey, tuple[Chain, dict[int, Any]]]
 """Results that the gates of a block take, by chain, for a recomputation of the block."""
@@ -341,7 +341,7 @@ def _run_stack(stack: Any, plain: Callable[..., Any], args: Any, kwargs: Any) ->
                 raise _replaced(each)
     if torch.is_grad_enabled():
         pregate_cover.note(stack)
-    with _PASSES.run([_Pass(chain, {}) for chain in stack.pregate_chains]):
+    with _PASSES.run([_ChainPass(chain, {}) for chain in stack.pregate_chains]):
         return plain(*args, **kwargs)
 
 
@@ -369,7 +369,7 @@ def _enter(module: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> An
         return plain(*args, **kwargs)
     found = [note for key, note in _notes_for_recomputation(hidden).items() if key in keys]
     recomputed = [
-        _Pass(chain, {n: map_tensors(v, _again) for n, v in carried.items()}, recomputed=True)
+        _ChainPass(chain, {n: map_tensors(v, _again) for n, v in carried.items()}, recomputed=True)
         for chain, carried in found
     ]
     with _PASSES.run(recomputed):

@@ -77,7 +77,7 @@ class Speeds:
                 raise ConfigError(f"{name}={value} of the measured speeds must be above 0")
 
 
-class Work(NamedTuple):
+class Operations(NamedTuple):
     """The operations of one pass, in units of one matrix product B*H*M and of B*M elements."""
 
     products: float
@@ -85,15 +85,15 @@ class Work(NamedTuple):
     copies: float
 
 
-def work(strategy: Strategy, shape: ExpertShape) -> tuple[Work, Work]:
+def work(strategy: Strategy, shape: ExpertShape) -> tuple[Operations, Operations]:
     """Q of forward and of backward. For experts that are not gated, with H = 4 M: Table II."""
     first = shape.in_rows / shape.d_hidden  # 2 if gated: the first matrix has gate and up
     copied = (strategy.dispatched is Restore.OFFLOAD) * 1.0
     copied += (strategy.middle is Restore.OFFLOAD) * shape.in_rows / shape.d_model
     again = first * (strategy.middle is Restore.REPEAT)
     sent_again = 1.0 * (strategy.dispatched is Restore.REPEAT)
-    forward = Work(first + 1, 2.0, copied)
-    return forward, Work(2 * (first + 1) + again, 2.0 + sent_again, copied)
+    forward = Operations(first + 1, 2.0, copied)
+    return forward, Operations(2 * (first + 1) + again, 2.0 + sent_again, copied)
 
 
 class _Seconds(NamedTuple):
@@ -104,7 +104,7 @@ class _Seconds(NamedTuple):
     copy: float
 
 
-def _alone(q: Work, shape: ExpertShape, speeds: Speeds, itemsize: int) -> _Seconds:
+def _alone(q: Operations, shape: ExpertShape, speeds: Speeds, itemsize: int) -> _Seconds:
     row = shape.d_model * itemsize
     return _Seconds(
         q.products * 2 * shape.d_model * shape.d_hidden / speeds.compute,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Link:
+class RankLink:
     """The mesh of a layer and its exchange. Copies of the layer share it."""
 
     def __init__(self, mesh: "DeviceMesh | None", exchange: Exchange | None) -> None:
@@ -109,7 +109,7 @@ class Link:
             )
         return self._copies[exchange.device]
 
-    def __deepcopy__(self, memo: object) -> "Link":
+    def __deepcopy__(self, memo: object) -> "RankLink":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class Link:
                 "a MoELayer with a mesh or an exchange cannot be pickled: it belongs to running "
                 "processes; save layer.state_dict() and load it into a new layer"
             )
-        return Link, (None, None)
+        return RankLink, (None, None)
 
 
 @contextmanager
