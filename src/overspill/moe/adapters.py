@@ -83,7 +83,7 @@ class LayerAdapters:
         return self._computed.part(first, stop)
 
     def add_grads(self, first: int, stop: int, grads: Sequence[LowRankGrads | None]) -> None:
-        """Adds the gradients of a wave, in float32: an expert may be computed in several pieces."""
+        """Add the gradients of a wave, in float32: an expert may be computed in several pieces."""
         for number, found in enumerate(grads):
             if found is None:
                 continue

@@ -63,6 +63,6 @@ class Addresses:
         return self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
 
     def new_disk_reads(self) -> DiskReads:
-        """Brings experts of disk into host memory for decoding steps."""
+        """Bring experts of disk into host memory for decoding steps."""
         policies = [NextUse(1, self._n_experts) for _ in range(self._store.n_layers)]
         return DiskReads(self._store, policies, self._recorder, self._inject)

@@ -24,7 +24,7 @@ class ExpertDecoder(Protocol):
         where a routing source replaces them."""
 
     def hint(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
-        """Notes the experts that a pre-gate has chosen for a later layer."""
+        """Note the experts that a pre-gate has chosen for a later layer."""
 
 
 _CURRENT: ContextVar[ExpertDecoder | None] = ContextVar("expert_decoder", default=None)

@@ -34,8 +34,8 @@ class DensePart:
         self._model: weakref.ref[nn.Module] | None = None
 
     def hold(self, model: nn.Module) -> None:
-        """Takes the dense parameters of `model`, and moves them to host memory if the placement
-        puts them there."""
+        """Take the dense parameters of `model`, and move them to host memory if the placement puts
+        them there."""
         self._model = weakref.ref(model)
         if self._placement.dense_weights:
             copies = CopyStream("upload", self._device, self._recorder, self._inject)
@@ -65,7 +65,7 @@ class DensePart:
         return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
 
     def close(self) -> None:
-        """Releases memory as soon as no tensor refers to it, after the engine was closed."""
+        """Release memory as soon as no tensor refers to it, after the engine was closed."""
         if self._weights is not None:
             self._weights.close()
         self._memory.close()

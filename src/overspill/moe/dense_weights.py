@@ -150,7 +150,7 @@ class DenseWeights:
 
     @torch.no_grad()
     def hold(self, model: nn.Module) -> None:
-        """Moves the parameters of `model` to host memory; its experts are elsewhere already."""
+        """Move the parameters of `model` to host memory; its experts are elsewhere already."""
         for block in dense_blocks(model):
             for parameter in block.parameters:
                 host = self._memory.empty_like(parameter)
@@ -186,7 +186,7 @@ class DenseWeights:
         model.forward = forward
 
     def close(self) -> None:
-        """Removes the hooks. The parameters keep their memory."""
+        """Remove the hooks. The parameters keep their memory."""
         with self._lock:
             self._drop_copies()
             for handle in self._handles:
@@ -263,7 +263,7 @@ class DenseWeights:
         return _Copy(block, [copy for copy, _ in pairs], arrived)
 
     def _arrive(self, copy: _Copy) -> None:
-        """Lets the current stream use a copy, which may have been allocated for another."""
+        """Let the current stream use a copy, which may have been allocated for another."""
         wait_event(self._device, copy.arrived)
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)

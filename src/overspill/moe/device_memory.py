@@ -21,7 +21,7 @@ class DeviceMemory(Protocol):
         """Times that the allocator had to free cached memory so far, which stops the device."""
 
     def reset(self) -> None:
-        """Starts a new measurement of the peak, without cached memory."""
+        """Start a new measurement of the peak, without cached memory."""
 
 
 class CudaMemory:

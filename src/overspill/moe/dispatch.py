@@ -84,13 +84,13 @@ class Dispatcher(Protocol):
         """Whether experts are at the positions that they had when the rows were ordered."""
 
     def count(self, order: RoutedRows) -> None:
-        """Lets the host know the rows of each expert, if it does not yet."""
+        """Let the host know the rows of each expert, if it does not yet."""
 
     def start_count(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
         """The rows of each expert, in host memory when the device has come so far."""
 
     def sort(self, order: RoutedRows, last: frozenset[int]) -> None:
-        """Sorts the rows by expert; those of the experts `last` come after all others."""
+        """Sort the rows by expert; those of the experts `last` come after all others."""
 
     def dispatch(self, order: RoutedRows, x_TD: Tensor, start: int, stop: int) -> Tensor:
         """The token rows [start, stop), [stop - start, D]."""

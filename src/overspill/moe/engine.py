@@ -203,7 +203,7 @@ class Engine:
         return self._moves.count
 
     def set_residents(self, counts: Sequence[int]) -> None:
-        """Sets the number of resident experts of each layer, between steps. Raises BudgetError if
+        """Set the number of resident experts of each layer, between steps. Raises BudgetError if
         host memory and disk have no room for experts that leave the device."""
         if self.part.shared is not None:
             raise ConfigError(
@@ -214,7 +214,7 @@ class Engine:
             self._moves.set_residents(counts)
 
     def swap_experts(self, swaps: Sequence[Swap]) -> None:
-        """Swaps resident experts and streamed ones of the same layer, between steps and before
+        """Swap resident experts and streamed ones of the same layer, between steps and before
         experts have optimizer states. The ids in routers, checkpoints and state dicts do not
         change."""
         with self.exclusive():
@@ -233,11 +233,11 @@ class Engine:
     # -- passes -------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Lets transfers begin anew after a failure, before a pass or a decoding step."""
+        """Let transfers begin anew after a failure, before a pass or a decoding step."""
         self._streaming.recover()
 
     def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
-        """Lets experts that a pre-gate has chosen for the next forward through a layer be uploaded,
+        """Let experts that a pre-gate has chosen for the next forward through a layer be uploaded,
         and read from disk, with those of the layers before it. No-op with several ranks: they do
         not know yet which tokens of others they get."""
         streamer = self.compute.streamer if self.rank_rows is None else None
@@ -251,7 +251,7 @@ class Engine:
         return None if self.rank_rows is None else self.rank_rows.balance
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
-        """Begins a forward through a layer. Before the first layer of a step experts may move."""
+        """Begin a forward through a layer. Before the first layer of a step experts may move."""
         self.recover()
         if layer_pass.layer == 0 and self.stage_order.begins_step:
             follow = self.settings.follow_usage and self.settings.activations != "keep"
@@ -264,7 +264,7 @@ class Engine:
         return self.settings.overlap_updates
 
     def switch(self, settings: Settings) -> None:
-        """Turns techniques on or off between steps, to measure the gain of each."""
+        """Turn techniques on or off between steps, to measure the gain of each."""
         for name in (
             "max_rows", "threads", "inject", "cpu_policy", "residency", "placement", "popularity",
         ):  # fmt: skip
@@ -280,7 +280,7 @@ class Engine:
     # -- lifetime -----------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Waits until every transfer and update has ended."""
+        """Wait until every transfer and update has ended."""
         with self.exclusive():
             self.lifetime.check()
             self._moves.wait()
@@ -292,7 +292,7 @@ class Engine:
         )
 
     def check_whole(self, what: str) -> None:
-        """Raises if other ranks hold experts of this model."""
+        """Raise if other ranks hold experts of this model."""
         if self.ranks is not None:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
@@ -308,8 +308,8 @@ class Engine:
         self._streaming.check_conserved()
 
     def close(self) -> None:
-        """Ends all threads and frees the memory; the experts are gone. A pass in another thread
-        ends first, with an error where it waits. No-op in a forked child."""
+        """End all threads and free the memory; the experts are gone. A pass in another thread ends
+        first, with an error where it waits. No-op in a forked child."""
         if self.lifetime.forked:
             return
         self._streaming.interrupt()

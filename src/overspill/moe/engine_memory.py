@@ -114,7 +114,7 @@ class EngineMemory:
     # -- its limit on the GPU -----------------------------------------------------------------
 
     def limit(self, budget: int | None) -> None:
-        """Limits the memory that torch allocates on the GPU to the budgets of all models; without
+        """Limit the memory that torch allocates on the GPU to the budgets of all models; without
         one, the model shares the free memory. No-op without a GPU."""
         device = self._residents.device
         if device.type != "cuda":
@@ -124,11 +124,11 @@ class EngineMemory:
             self.fill(self._gpu, self._gpu.budget)
 
     def fill(self, memory: DeviceMemory, budget: int) -> None:
-        """Lets as many experts live on the device as `budget` allows, from now on."""
+        """Let as many experts live on the device as `budget` allows, from now on."""
         self._moves.fill_memory(memory, budget, self)
 
     def shrink(self) -> None:
-        """Moves experts that are too many away from the device, for another model, if not in the
+        """Move experts that are too many away from the device, for another model, if not in the
         middle of a step."""
         lifetime = self._store.lifetime
         if lifetime.forked or not self._moves.fills_memory:
@@ -138,7 +138,7 @@ class EngineMemory:
                 self._moves.shrink()
 
     def hold_residents(self, holder: object) -> None:
-        """Keeps experts from moving by themselves as long as `holder` lives, or until it releases
+        """Keep experts from moving by themselves as long as `holder` lives, or until it releases
         them: its copies of experts use the memory."""
         self._moves.holders.add(holder)
 
@@ -146,7 +146,7 @@ class EngineMemory:
         self._moves.holders.discard(holder)
 
     def close(self) -> None:
-        """Gives this model's budget to the others, after the engine was closed."""
+        """Give this model's budget to the others, after the engine was closed."""
         MEMORY_LIMITS.lift(self)
 
     # -- in words -----------------------------------------------------------------------------

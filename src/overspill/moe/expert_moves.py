@@ -63,19 +63,19 @@ class ExpertMoves:
         self._stream_if_needed(sum(store.residents))
 
     def _stream_if_needed(self, resident: int) -> None:
-        """Starts streaming if not all experts are resident: the others need slots and threads."""
+        """Start streaming if not all experts are resident: the others need slots and threads."""
         if resident < self.total:
             self._streaming.start(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
-        """Waits until every transfer and update has ended."""
+        """Wait until every transfer and update has ended."""
         self._streaming.wait()
         self._residents.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
 
     def set_residents(self, counts: Sequence[int]) -> None:
-        """Sets the number of resident experts of each layer. Raises BudgetError if host memory and
+        """Set the number of resident experts of each layer. Raises BudgetError if host memory and
         disk have no room for experts that leave the device."""
         counts, n_local = list(counts), self._store.experts.n_local
         if len(counts) != self._store.n_layers or not all(0 <= n <= n_local for n in counts):
@@ -99,8 +99,8 @@ class ExpertMoves:
                     self._records.move_to_device(layer, count)
 
     def swap(self, swaps: Sequence[Swap]) -> None:
-        """Swaps resident experts and streamed ones of the same layer, before experts have
-        optimizer states."""
+        """Swap resident experts and streamed ones of the same layer, before experts have optimizer
+        states."""
         if not swaps:
             return
         with self._change():
@@ -165,7 +165,7 @@ class ExpertMoves:
     # -- to use the memory of the device ----------------------------------------------------------
 
     def fill_memory(self, memory: DeviceMemory, budget: int, user: MemoryUser) -> None:
-        """Lets as many experts live on the device as `budget` allows, from now on. `user` is the
+        """Let as many experts live on the device as `budget` allows, from now on. `user` is the
         model among those that share the device."""
         planned = sum(self._store.residents) == self._placement.residents  # with their states
         if self._gradients is not None:
@@ -179,14 +179,14 @@ class ExpertMoves:
         return self._residency is not None
 
     def shrink(self) -> None:
-        """Moves experts that are too many away from the device, for another model, if not in the
+        """Move experts that are too many away from the device, for another model, if not in the
         middle of a step."""
         in_step = self._training is not None and self._training.states.has_gradients
         if self._residency is not None and not in_step:
             self._residency.shrink()
 
     def reserve(self, keep: bool) -> None:
-        """Reserves memory of the device for states of resident experts, and with `keep` for kept
+        """Reserve memory of the device for states of resident experts, and with `keep` for kept
         gradients."""
         if self._residency is None or self._training is None or self._training.states.has_gradients:
             return
@@ -238,7 +238,7 @@ class ExpertMoves:
     # -- before a pass ----------------------------------------------------------------------------
 
     def before_pass(self, layer_pass: LayerPass, tokens: int, follow_usage: bool) -> None:
-        """Moves experts before a pass through the model that begins a step."""
+        """Move experts before a pass through the model that begins a step."""
         if len(self.holders):
             return
         training = self._training
@@ -260,7 +260,7 @@ class ExpertMoves:
             _log.warning("experts stay where they are: %s", error)
 
     def _follow_usage(self) -> None:
-        """Makes the experts with the most token rows of the last forward resident."""
+        """Make the experts with the most token rows of the last forward resident."""
         if (streaming := self._streaming.started) is None:
             return
         with self._store.lock:

@@ -157,7 +157,7 @@ class BackwardPass:
             self._engine.training.end_backward(self._pass)
 
     def _take(self) -> None:
-        """Waits for the results of the CPU, once."""
+        """Wait for the results of the CPU, once."""
         if not self._taken:
             assert self._on_cpu is not None
             self._on_cpu.take(self._dx_RD, self._drow_weight_R)
@@ -187,7 +187,7 @@ def _enter_adapters(layer_pass: LayerPass, x_TD: Tensor) -> None:
 
 
 def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:
-    """Copies the results of a wave to their place; the results themselves if they are all."""
+    """Copy the results of a wave to their place; if they are all, return them instead."""
     if len(rows) == len(all_rows):
         return rows
     all_rows[start : start + len(rows)] = rows
@@ -204,6 +204,6 @@ def _pieces(wave: Wave, limit: int) -> list[tuple[int, int, Tensor, list[int] | 
 
 
 def _add(total: WaveGrads, grads: WaveGrads) -> WaveGrads:
-    """Adds the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
+    """Add the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
     dw = tuple(a.float().add_(b) for a, b in zip(total.dw, grads.dw, strict=True))
     return WaveGrads(grads.dx_RD, dw, grads.drow_weight_R)

@@ -51,11 +51,11 @@ class MoE(StackedExperts):
             self.router.count_all_ranks(engine.ranks.total_of_batch)
 
     def leave_to_others(self, engine: Engine) -> None:
-        """Replaces the parameters by a placeholder of experts that other ranks have."""
+        """Replace the parameters by a placeholder of experts that other ranks have."""
         self._replace(engine, OthersPlaceholder(engine))
 
     def forward(self, x_BSD: Tensor, pieces: int = 1) -> tuple[Tensor, Tensor]:
-        """Returns y and the balance loss."""
+        """Return y and the balance loss."""
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         weights_TK, expert_ids_TK, balance = self.router(x_TD, pieces)
         if self.engine is None:

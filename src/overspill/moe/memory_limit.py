@@ -169,11 +169,11 @@ class ModelMemory:
         return peak
 
     def note(self) -> None:
-        """Notes the peak so far, before the memory of other models changes."""
+        """Note the peak so far, before the memory of other models changes."""
         self._noted = max(self._noted, self._memory.peak() - self.held_by_others())
 
     def skip(self) -> None:
-        """Leaves memory that was reserved since `note` out of the peak."""
+        """Leave memory that was reserved since `note` out of the peak."""
         self._memory.peak()
 
     def shortages(self) -> int:

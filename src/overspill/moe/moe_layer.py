@@ -110,7 +110,7 @@ class MoELayer(StackedExperts):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws initial weights, the same ones each time. No-op on the meta device."""
+        """Draw initial weights, the same ones each time. No-op on the meta device."""
         if self.w_in.is_meta:
             return
         generator = torch.Generator(self.router.weight.device).manual_seed(self.seed)
@@ -173,7 +173,7 @@ class MoELayer(StackedExperts):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _refuse(self, error: OverspillError) -> NoReturn:
-        """Raises in a forward, here and on the ranks that wait for this one."""
+        """Raise in a forward, here and on the ranks that wait for this one."""
         if self.engine is None and self._link.size > 1:
             with contextlib.suppress(OverspillError):  # other ranks are gone, or nothing is sent
                 self._tuner.tell_failure(self.n_experts, self._link.on(self.w_in.device))
@@ -213,7 +213,7 @@ class MoELayer(StackedExperts):
         return f"{self.shape}, {self.n_experts} experts{held}, top_k={self.router.top_k}"
 
     def average_gradients(self, model: nn.Module) -> None:
-        """Replaces the gradients of `model`, without those of experts, by their mean over the ranks
+        """Replace the gradients of `model`, without those of experts, by their mean over the ranks
         of this layer, as DistributedDataParallel does. Must be called on all ranks, after backward.
         No-op without a mesh."""
         if self.engine is not None:

@@ -128,7 +128,7 @@ class ExpertPlaceholder(nn.Parameter):
             self.engine.training.drop(self.layer)
 
     def check_gradient(self) -> None:
-        """Raises if the tensor that `grad` has shown in this step was changed; waits for the device
+        """Raise if the tensor that `grad` has shown in this step was changed. Waits for the device
         if something was written to it."""
         shown, self._shown = self._shown, None
         if shown is None or shown._version == shown.made_version:
@@ -170,7 +170,7 @@ class OthersPlaceholder(nn.Parameter):
 
 
 def check_placeholder(found: Tensor) -> None:
-    """Raises if something has taken the place of a placeholder."""
+    """Raise if something has taken the place of a placeholder."""
     if isinstance(found, OthersPlaceholder):
         raise OrderError(
             "other ranks have the experts of this layer, in another pipeline stage; let the model "

@@ -60,9 +60,9 @@ class PooledExperts:
     def enter_forward(
         self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
     ) -> None:
-        """Begins a forward pass: orders the token rows and decides which side computes which
-        expert. `phase` is BACKWARD for the recomputation of a checkpoint; with `keep` the rows keep
-        their order until backward."""
+        """Begin a forward pass. Orders the token rows and decides which side computes which expert.
+        `phase` is BACKWARD for the recomputation of a checkpoint; with `keep` the rows keep their
+        order until backward."""
         self._store.lifetime.check()
         layer, streamer = layer_pass.layer, self.streamer
         args = layer, expert_ids_TK, layer_pass.drops
@@ -87,7 +87,7 @@ class PooledExperts:
         streamer.enter(layer_pass, phase)
 
     def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
-        """Begins the backward of a pass, with or without weight gradients; the CPU may get other
+        """Begin the backward of a pass, with or without weight gradients; the CPU may get other
         experts than in forward."""
         self._store.lifetime.check()
         self._follow_swaps(layer_pass)
@@ -101,7 +101,7 @@ class PooledExperts:
             self.dispatcher.sort(rows, last=frozenset())
 
     def _follow_swaps(self, layer_pass: LayerPass) -> None:
-        """Orders the token rows anew if experts of the layer were swapped since the forward."""
+        """Order the token rows anew if experts of the layer were swapped since the forward."""
         layer, old = layer_pass.layer, layer_pass.rows
         if self.dispatcher.is_current(layer, old):
             return
@@ -119,7 +119,7 @@ class PooledExperts:
     def waves(
         self, layer_pass: LayerPass, phase: Phase, positions: Collection[int] | None = None
     ) -> Iterator[Wave]:
-        """Yields the layer's experts, or those at some positions, as they become available on the
+        """Yield the layer's experts, or those at some positions, as they become available on the
         device. Compute a wave before asking for the next."""
         resident = resident_waves(
             self._residents, layer_pass, self.max_rows, self.grouped, positions

@@ -31,7 +31,7 @@ class Popularity:
         """Makes the observer at the first forward, when the gates have weights."""
 
     def observe(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
-        """Learns from the routing of a layer's tokens, and predicts that of later layers. Called
+        """Learn from the routing of a layer's tokens, and predicts that of later layers. Called
         before the host waits for the counts of this routing: predictions are there when they
         are."""
         predicts = self._predicts()

@@ -113,9 +113,9 @@ class Predictor:
 
     @torch.no_grad()
     def learn(self, first: int, x_LND: Sequence[Tensor], ids_LNK: Sequence[Tensor]) -> None:
-        """Judges the predictions for these tokens, then learns from them. The inputs and the
-        experts of the same tokens in consecutive layers from `first` on; an id of `n_experts`
-        stands for no expert. Nothing waits for the device."""
+        """Judge the predictions for these tokens, then learns from them. The inputs and the experts
+        of the same tokens in consecutive layers from `first` on; an id of `n_experts` stands for no
+        expert. Nothing waits for the device."""
         n_tokens, d_model = x_LND[0].shape
         # several layers at once, as far as copies of their inputs take little memory
         size = max(1, _ONCE // (4 * n_tokens * d_model))

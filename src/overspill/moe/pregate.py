@@ -126,7 +126,7 @@ class GatedBlock:
 
 
 def install(blocks: Sequence[GatedBlock], level: int) -> None:
-    """Gives the blocks of one chain pre-gates; all was checked."""
+    """Give the blocks of one chain pre-gates; all was checked."""
     key = ChainKey()
     gates = tuple(
         ChainGate(each.gate, each.block, each.experts, each.arguments, each.read_ids)
@@ -166,7 +166,7 @@ def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]
 
 
 def replace_forward(module: nn.Module, around: Any, keep_module: bool = False) -> None:
-    """Makes `module.forward` call `around(module, plain forward, args, kwargs)`. The class is
+    """Make `module.forward` call `around(module, plain forward, args, kwargs)`. The class is
     replaced by a subclass, so that copies of the module work too. With `keep_module` it has the
     name of the class and its module, by which transformers finds its entries for a model."""
     own = vars(module).pop("forward", None)
@@ -328,7 +328,7 @@ def results_ahead() -> Ahead:
 
 
 def put_ahead(results: Ahead) -> None:
-    """Gives the running pass the results of an earlier one, which has ended before their blocks."""
+    """Give the running pass the results of an earlier one, which has ended before their blocks."""
     for each, found in zip(_PASSES.running, results, strict=True):
         for number, value in found.items():
             each.put(number, value)
@@ -396,7 +396,7 @@ def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def _hint(gate: ChainGate, routing: Any) -> None:
-    """Lets the experts of a later block be uploaded, or read, meanwhile."""
+    """Let the experts of a later block be uploaded, or read, meanwhile."""
     experts = gate.experts.parameters()
     placeholder = next((p for p in experts if isinstance(p, ExpertPlaceholder)), None)
     if placeholder is None or placeholder.source is not None:
@@ -409,7 +409,7 @@ def _hint(gate: ChainGate, routing: Any) -> None:
 
 
 def check_selected(experts: nn.Module, selected: Tensor) -> None:
-    """Raises if a block calls its experts with other ids (or another mask) than those in the result
+    """Raise if a block calls its experts with other ids (or another mask) than those in the result
     of its pre-gate, from which experts were uploaded ahead."""
     chosen_by = vars(experts).get(_CHOSEN_BY)
     if chosen_by is None or torch.compiler.is_compiling():
@@ -478,7 +478,7 @@ def _no_pass(position: GatePosition) -> OrderError:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Applies a function to the tensors that a gate returns."""
+    """Apply a function to the tensors that a gate returns."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -492,7 +492,7 @@ def _without_graph(value: Tensor) -> Tensor:
 
 
 def _again(carried: Tensor) -> Tensor:
-    """Returns the value for a recomputation, which must save the same tensors as the forward. Not a
+    """Return the value for a recomputation, which must save the same tensors as the forward. Not a
     leaf, since the block may change it in place."""
     return carried.clone() if carried.requires_grad else carried
 

@@ -45,13 +45,13 @@ class RankRows:
         self.check(conditions().settings)
 
     def check(self, settings: Settings) -> None:
-        """Raises for settings that an exchange does not support."""
+        """Raise for settings that an exchange does not support."""
         if settings.popularity == "learned":
             raise ConfigError("an exchange does not support popularity='learned'; leave one out")
         check_groups(settings.exchange_groups, self._n_experts, self._n_ranks)
 
     def route(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
-        """Tells all ranks which rows they get."""
+        """Tell all ranks which rows they get."""
         experts, own = self._store.maps[layer], self._store.experts.local_ids
         positions = () if experts.in_order else [*map(experts.position, own)]
         store = self._store

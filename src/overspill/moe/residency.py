@@ -47,7 +47,7 @@ class MovableExperts(Protocol):
         """Experts and gradients on the device."""
 
     def set_share(self, share: DeviceShare) -> None:
-        """Moves experts and gradients, between steps."""
+        """Move experts and gradients, between steps."""
 
     def bytes_each(self) -> BytesEach:
         """Bytes that each of them needs on the device now."""
@@ -113,7 +113,7 @@ class Residency:
         self._idle = self._memory.allocated()
 
     def shrink(self) -> None:
-        """Moves experts that are too many away, for another model."""
+        """Move experts that are too many away, for another model."""
         self._adjust(larger=True, fill=False)
 
     def _observe(self, activations: int) -> None:
@@ -171,7 +171,7 @@ class Residency:
                 self._move(DeviceShare(remaining))
 
     def begin_again(self) -> None:
-        """Begins to observe anew, because the next passes need other memory, as with an optimizer
+        """Begin to observe anew, because the next passes need other memory, as with an optimizer
         that clips and one that does not: experts return to their first number."""
         self._observed.clear()
         self._passes = 0

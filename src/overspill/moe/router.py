@@ -53,7 +53,7 @@ class Router(nn.Module):
         self._total = total
 
     def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
-        """Routes tokens that consist of `pieces` consecutive micro-batches."""
+        """Route tokens that consist of `pieces` consecutive micro-batches."""
         probs_TE = wide_linear(x_TD, self.weight).softmax(-1)
         weights_TK, expert_ids_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalize:

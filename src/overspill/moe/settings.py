@@ -108,7 +108,7 @@ class Settings(Switches, RoutingFix):
             )
 
     def check_model(self, model_type: str) -> None:
-        """Raises if a setting is for another model."""
+        """Raise if a setting is for another model."""
         if self.fix_nllb_routing and model_type != "nllb-moe":
             raise ConfigError(
                 f"fix_nllb_routing is for nllb-moe, this model is {model_type}; leave it out "

@@ -45,7 +45,7 @@ class StackedExperts(nn.Module):
         self._activation = activation
 
     def _add_experts(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Makes the parameters, without values."""
+        """Make the parameters, without values."""
         n_local, shape = self.expert_map.n_local, self.shape
         sizes = (n_local, shape.in_rows, shape.d_model), (n_local, shape.d_model, shape.d_hidden)
         self.w_in, self.w_out = (
@@ -54,7 +54,7 @@ class StackedExperts(nn.Module):
 
     @torch.no_grad()
     def init_experts(self) -> None:
-        """Draws the initial weights of the parameters, the same ones each time."""
+        """Draw the initial weights of the parameters, the same ones each time."""
         record = self.w_in.new_empty(self.shape.numel)
         w_in, w_out = split_record(record, self.shape)
         for position, index in enumerate(self.expert_map.local_ids):
@@ -63,7 +63,7 @@ class StackedExperts(nn.Module):
             self.w_out[position].copy_(w_out)
 
     def init_expert(self, index: int, out_record: Tensor) -> None:
-        """Fills the flat record of one expert with its initial weights."""
+        """Fill the flat record of one expert with its initial weights."""
         generator = expert_generator(self.seed, ExpertId(self.layer, index), out_record.device)
         init_expert_(out_record, self.shape, self.n_layers, generator)
 
@@ -85,7 +85,7 @@ class StackedExperts(nn.Module):
         return [self.w_in, self.w_out]
 
     def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Writes the weights of one expert to its flat record. If the parameters are on the meta
+        """Write the weights of one expert to its flat record. If the parameters are on the meta
         device, initial weights are drawn on `device`, which may be faster."""
         if index not in self.expert_map.local_ids:
             raise ConfigError(
@@ -103,7 +103,7 @@ class StackedExperts(nn.Module):
         w_out.copy_(self.w_out[position].detach())
 
     def give_away(self, engine: Engine, layer: int) -> None:
-        """Replaces the parameters by a placeholder; the experts are in the engine now."""
+        """Replace the parameters by a placeholder; the experts are in the engine now."""
         self._replace(engine, ExpertPlaceholder(engine, layer, self._activation))
 
     def _replace(self, engine: Engine, placeholder: ExpertPlaceholder | OthersPlaceholder) -> None:

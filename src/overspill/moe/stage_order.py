@@ -27,14 +27,14 @@ class StageOrder:
         self._visit: StageVisit | None = None
 
     def plan(self, stages: Sequence[range]) -> None:
-        """Sets the layers that micro-batches pass in turn: only gradients of one stage are
+        """Set the layers that micro-batches pass in turn: only gradients of one stage are
         accumulated at a time. Without stages, those of the whole model."""
         layers = max((len(stage) for stage in stages), default=self._store.n_layers)
         with self._lock:
             self._moves.most_sums = layers * self._store.experts.n_local
 
     def follow(self, visit: StageVisit | None) -> None:
-        """Sets the stage and the micro-batch of the next passes; None: a whole model."""
+        """Set the stage and the micro-batch of the next passes; None: a whole model."""
         with self._lock:
             self._visit = visit
             if (streaming := self._streaming.started) is not None:

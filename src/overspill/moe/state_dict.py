@@ -34,13 +34,13 @@ class PartialStack:
         return expert in self._pieces
 
     def write(self, expert: int, part: Tensor) -> None:
-        """Copies the pieces of an expert into its tensor."""
+        """Copy the pieces of an expert into its tensor."""
         for start, piece in self._pieces.get(expert, ()):
             part[start : start + len(piece)].copy_(piece)
 
 
 def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool = False) -> None:
-    """Makes `module.state_dict()` contain the experts' tensors instead of the placeholder
+    """Make `module.state_dict()` contain the experts' tensors instead of the placeholder
     `attribute`, and `load_state_dict` accept them. They are copies; with `lazy` they are made on
     first use."""
 

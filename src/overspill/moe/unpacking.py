@@ -26,7 +26,7 @@ def buffer_bytes(layout: RecordLayout, device: torch.device, n_experts: int) -> 
 def unpacked(
     waves: Iterator[Wave], layout: RecordLayout, layer: int, n_experts: int
 ) -> Iterator[Wave]:
-    """Yields the waves of a layer with `n_experts`, in the dtype of computation and with the
+    """Yield the waves of a layer with `n_experts`, in the dtype of computation and with the
     low-rank parts of their records. Waves of packed experts come in parts, each of which is valid
     until the next."""
     if layout.format is None:

@@ -13,7 +13,7 @@ _BUCKET = 1 << 24  # elements that are averaged at once
 
 
 def average_gradients(ranks: Ranks, parameters: Sequence[Tensor], numbers: object) -> None:
-    """Replaces the gradient of each parameter by its mean over ranks. A rank without one counts as
+    """Replace the gradient of each parameter by its mean over ranks. A rank without one counts as
     zero, as in DistributedDataParallel. `numbers` of the step must be the same on all ranks."""
     digest = zlib.crc32(repr(numbers).encode())
     has = [parameter.grad is not None for parameter in parameters]
@@ -31,7 +31,7 @@ def average_gradients(ranks: Ranks, parameters: Sequence[Tensor], numbers: objec
 
 
 def average_(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
-    """Replaces each tensor by its mean over ranks: the same bits on all. Sums are float32."""
+    """Replace each tensor by its mean over ranks: the same bits on all. Sums are float32."""
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
         flat = ranks.total(flat).mul_(1 / ranks.size)

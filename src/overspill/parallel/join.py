@@ -46,10 +46,9 @@ class Joined:
 def joined(
     place: RankPlace, device: Device | None, stage_ranks: Callable[[int], int] = lambda node_size: 1
 ) -> Iterator[Joined]:
-    """Lets the ranks work together within the block. `device` is the --device of all ranks; each
-    has its own GPU, unless it names one. `stage_ranks` gives the number of a node's ranks that
-    divide pipeline stages. If it or the block fails, the process ends, and one rank reports the
-    cause."""
+    """Let the ranks work together within the block. `device` is the --device of all ranks; each has
+    its own GPU, unless it names one. `stage_ranks` gives the number of a node's ranks that divide
+    pipeline stages. If it or the block fails, the process ends, and one rank reports the cause."""
     _end_with_parent(place.launcher)
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
@@ -205,14 +204,14 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
 
 
 def _await_report(page: Page, seconds: float) -> None:
-    """Waits until another rank has reported a failure, at most `seconds`."""
+    """Wait until another rank has reported a failure, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not page.claimed and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _abort(page: Page, wrong: str) -> None:
-    """Reports a failure that the watchdog has found, and ends the process."""
+    """Report a failure that the watchdog has found, and end the process."""
     time.sleep(LAUNCHER_FIRST)
     report(page, wrong, 1)
     _exit(page.exit_code)
@@ -225,7 +224,7 @@ def _exit(code: int) -> None:
 
 
 def _end_with_parent(launcher: int | None) -> None:
-    """Lets the system kill this process when its launcher ends, or does so if it has ended by now:
+    """Let the system kill this process when its launcher ends, or does so if it has ended by now:
     importing torch has taken seconds."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher not in (None, os.getppid()):

@@ -46,7 +46,7 @@ class RankPlace:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankPlace | None":
-        """Returns None in a process that trains alone."""
+        """Return None in a process that trains alone."""
         try:
             size = int(environment.get("WORLD_SIZE", 1))
             rank = int(environment.get("RANK", 0))
@@ -77,7 +77,7 @@ Start = Callable[[Mapping[str, str]], Process]
 
 
 def rank_command(arguments: Sequence[str]) -> Start:
-    """Starts `overspill` with these arguments, in a session of its own: Ctrl-C in the terminal
+    """Start `overspill` with these arguments, in a session of its own: Ctrl-C in the terminal
     reaches only the launcher, which passes it on once."""
     line = [sys.executable, "-m", "overspill", *arguments]
     return lambda environment: subprocess.Popen(
@@ -86,8 +86,8 @@ def rank_command(arguments: Sequence[str]) -> Start:
 
 
 def launch(size: int, start: Start) -> int:
-    """Starts `size` ranks and waits for them; returns the exit code of the first that failed.
-    SIGINT and SIGTERM are passed on to all ranks. None of them outlives this call."""
+    """Start `size` ranks and wait for them; return the exit code of the first that failed. SIGINT
+    and SIGTERM are passed on to all ranks. None of them outlives this call."""
     ranks: list[Process] = []
     received: list[int] = []
 

@@ -104,7 +104,7 @@ class Ranks:
     def all_to_all_into(
         self, out: Tensor, rows: Tensor, sent: list[int], received: list[int]
     ) -> None:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; received rows
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, and so on; received rows
         come into `out`, in the order of their ranks. The group must be able to send both
         tensors."""
         with self.calling():
@@ -162,7 +162,7 @@ class Ranks:
         return found
 
     def meet(self, what: str, seconds: float = 120.0) -> None:
-        """Raises if not all ranks do `what` within some time. For calls that users easily make on
+        """Raise if not all ranks do `what` within some time. For calls that users easily make on
         one rank alone."""
         try:
             dist.monitored_barrier(
@@ -175,7 +175,7 @@ class Ranks:
             ) from error
 
     def check_same(self, facts: Mapping[str, str]) -> None:
-        """Raises on all ranks if a fact is not the same on all."""
+        """Raise on all ranks if a fact is not the same on all."""
         for rank, other in enumerate(everyone := self.gather(dict(facts))):
             for name, value in everyone[0].items():
                 if other.get(name) != value:
@@ -186,7 +186,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[Callable[[], None]]:
-        """Makes a block fail on all ranks or on none: if one fails, the others raise RankError at
+        """Make a block fail on all ranks or on none: if one fails, the others raise RankError at
         the end of the block, or where they call the function that is yielded. Call it before ranks
         wait for each other in another way, and before steps that cannot be undone."""
         known = False  # whether all ranks know of a failure
@@ -218,7 +218,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Marks the block as a wait of the main thread for other ranks."""
+        """Mark the block as a wait of the main thread for other ranks."""
         self._calls += 1
         yield
         self._calls += 1

@@ -120,7 +120,7 @@ class RowExchange:
         own_versions: Sequence[int] = (),
         own_positions: Sequence[int] = (),
     ) -> SentRows:
-        """Tells all ranks the numbers of rows that they get; waits for the device. Rows without an
+        """Tell all ranks the numbers of rows that they get. Waits for the device. Rows without an
         expert are not sent. `own_versions` are those of the weights of this rank's experts.
         `own_positions` say in which order it computes them; left out: in that of their ids."""
         permutation = Permutation.build(expert_ids_TK, self._n_experts)
@@ -203,7 +203,7 @@ class RowExchange:
         return {e: tuple(np.flatnonzero(rows_GE[:, e]).tolist()) for e in experts}
 
     def send(self, rows: SentRows, number: int, x_TD: Tensor, into_ND: Tensor) -> Arrival:
-        """Begins to send the tokens of a group; they arrive in its range of `into_ND`."""
+        """Begin to send the tokens of a group; they arrive in its range of `into_ND`."""
         group = rows.groups[number]
         x_RD = gather_rows(x_TD, rows.permutation, group.own.start, group.own.stop)
         return self._there(group, x_RD, into_ND, f"S{number}")
@@ -211,7 +211,7 @@ class RowExchange:
     def send_weights(
         self, rows: SentRows, number: int, weights_TK: Tensor, into_N1: Tensor
     ) -> Arrival:
-        """Begins to send the routing weights of a group."""
+        """Begin to send the routing weights of a group."""
         group = rows.groups[number]
         weights_R = row_weights(weights_TK, rows.permutation, group.own.start, group.own.stop)
         return self._there(group, weights_R.view(-1, 1), into_N1, f"S of weights {number}")
@@ -220,8 +220,8 @@ class RowExchange:
         return self._exchange.send(sent, group.sent, group.received, label, into[group.computed])
 
     def send_back(self, rows: SentRows, number: int, results: Tensor, into: Tensor) -> Arrival:
-        """Begins to return the results of a group, in the order of received rows; they arrive in
-        its range of `into`."""
+        """Begin to return the results of a group, in the order of received rows; they arrive in its
+        range of `into`."""
         group = rows.groups[number]
         args = results, group.received, group.sent, f"R{number}"
         return self._exchange.send(*args, into[group.own])

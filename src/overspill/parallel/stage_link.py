@@ -52,7 +52,7 @@ class StageLink:
         return self._groups[2 * onwards + source % 2]
 
     def send(self, target: int, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors."""
+        """Send tensors."""
         group = self._group(self._ranks.rank, target)
         values = [tensor.detach().contiguous() for tensor in tensors]
         if self._ranks.through_host:
@@ -92,7 +92,7 @@ class StageLink:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Makes a pass fail on all ranks or on none: if one fails, the others raise RankError, also
+        """Make a pass fail on all ranks or on none: if one fails, the others raise RankError, also
         while they wait for its messages. The link can be used again."""
         told = False
         try:
@@ -116,7 +116,7 @@ class StageLink:
                 self._sent.popleft()[0].wait()
 
     def _tell(self) -> bool:
-        """Wakes neighbours that wait for this rank."""
+        """Wake neighbours that wait for this rank."""
         header = torch.full((_HEADER,), _FAILED)
         for neighbour in {self.next, self.previous}:
             with suppress(RuntimeError):  # it may be gone
@@ -124,7 +124,7 @@ class StageLink:
         return True
 
     def _drop(self) -> None:
-        """Receives all that neighbours have sent in this pass, until they say that it failed."""
+        """Receive all that neighbours have sent in this pass, until they say that it failed."""
         for neighbour in {self.next, self.previous} - self._failed:
             with suppress(_OtherFailed, RuntimeError):  # it may be gone
                 while not self._in_message:

@@ -153,7 +153,7 @@ class Watchdog:
             self._state = before
 
     def start(self, end: Callable[[str], None]) -> None:
-        """Begins to watch, in a thread; `end` gets the description of a failure."""
+        """Begin to watch, in a thread; `end` gets the description of a failure."""
         self._thread = threading.Thread(target=self._run, args=(end,), daemon=True)
         self._thread.start()
 
@@ -233,7 +233,7 @@ def _cpu_time(pid: int) -> int | None:
 
 
 def report(page: Page, line: str, exit_code: int) -> bool:
-    """Prints the line unless a failure was reported already; returns whether it did."""
+    """Print the line unless a failure was reported already; return whether it did."""
     first = page.claim(exit_code)
     if first:
         print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)

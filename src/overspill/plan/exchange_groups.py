@@ -43,7 +43,7 @@ def divide_experts(rows_GE: Rows, order_GE: Rows, n: int) -> Rows:
 
 
 def check_groups(n: int | None, n_experts: int, n_ranks: int) -> None:
-    """Raises if no rank has so many experts."""
+    """Raise if no rank has so many experts."""
     most = -(-n_experts // n_ranks)
     if n is not None and n > most:
         raise ConfigError(

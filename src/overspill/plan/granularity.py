@@ -81,7 +81,7 @@ class GranularitySearch:
         return min(complete, key=lambda n: self._cost(batch, n))
 
     def _settle(self, batch: int, n: int) -> int:
-        """Adds the batch to the range of its best number."""
+        """Add the batch to the range of its best number."""
         first, last = self.ranges.get(n, (batch, batch))
         self.ranges[n] = min(first, batch), max(last, batch)
         self._best[batch] = n

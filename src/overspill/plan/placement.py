@@ -183,7 +183,7 @@ def _longest_first(tokens_E: Rows, static: _Load, upload: float) -> tuple[Rows, 
 
 
 def _split(whole_GE: Rows, load: _Load, upload: float, resident: bool) -> tuple[Rows, float]:
-    """Moves rows from the busiest GPU to the least busy one while that makes it faster; changes
+    """Move rows from the busiest GPU to the least busy one while that makes it faster; changes
     `load`. Returns the new placement and its work, or the given one if it is as good."""
     rows, uploads, work, mean = load.rows, load.uploads, load.work, load.mean
     before, rows_GE = max(work), whole_GE.copy()

@@ -36,7 +36,7 @@ class LearningPace:
         return self.seconds + self._longest <= self._share * self.busy
 
     def idle(self) -> None:
-        """Notes that the time until the next pass is not spent in passes."""
+        """Note that the time until the next pass is not spent in passes."""
         self._last = None
 
     def spent(self, seconds: float) -> None:
@@ -57,7 +57,7 @@ class RowErrors:
     def note(
         self, real: Sequence[float], predicted: Sequence[float], history: Sequence[float]
     ) -> None:
-        """Notes the real rows of a pass, and the expected ones."""
+        """Note the real rows of a pass, and the expected ones."""
         errors = _distance(real, predicted), _distance(real, history)
         if self._predicted is None:
             self._predicted, self._history = errors

@@ -126,7 +126,7 @@ def _pick(
     max_rows: int | None,
     best_time: float,
 ) -> tuple[frozenset[int], float]:
-    """Takes each expert in turn if that makes the pass faster than `best_time` and than before."""
+    """Take each expert in turn if that makes the pass faster than `best_time` and than before."""
     taken: set[int] = set()
     for index in order:
         sums.move(index)

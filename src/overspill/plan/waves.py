@@ -52,7 +52,7 @@ def _adjacent(before: Candidate, after: Candidate) -> bool:
 
 
 def row_pieces(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
-    """Divides the token rows of one expert into equal pieces of at most `max_rows`."""
+    """Divide the token rows of one expert into equal pieces of at most `max_rows`."""
     pieces = max(1, -(-(stop - start) // max_rows))
     length = -(-(stop - start) // pieces)
     return [(at, min(at + length, stop)) for at in range(start, stop, max(length, 1))]

@@ -18,7 +18,7 @@ class DecodingSlots:
         order: Sequence[Entry] | None = None,
         ahead: Collection[Entry] = (),
     ) -> list[Entry] | None:
-        """Keeps these experts in host slots until `release`, without other transfers. Returns the
+        """Keep these experts in host slots until `release`, without other transfers. Returns the
         experts whose weights must be read there now, before `end_reads`; None if one of the
         experts, or too many others, are being read, written, updated or uploaded. Experts of
         `ahead` may still be read. The first ones in `order` lose their slots; by default the least
@@ -44,7 +44,7 @@ class DecodingSlots:
     def begin_reads(
         self, entries: Iterable[Entry], order: Sequence[Entry], keep: Iterable[Entry] = ()
     ) -> list[Entry]:
-        """Gives host slots to experts that will be needed, as far as other experts in `order` can
+        """Give host slots to experts that will be needed, as far as other experts in `order` can
         leave theirs; experts to `keep` do not. Returns the experts whose weights are to be read
         now, before `end_reads`."""
         store, needed = self._store, {*entries, *keep}
@@ -60,7 +60,7 @@ class DecodingSlots:
             return found
 
     def _write_oldest(self) -> None:
-        """Writes an expert whose host slot is not used to disk, if it is newer there: the stager
+        """Write an expert whose host slot is not used to disk, if it is newer there: the stager
         keeps experts that the next pass needs."""
         for entry in self._store.cached():
             if entry.dirty and not entry.io and not entry.holds:

@@ -136,7 +136,7 @@ class ExpertPlaces(WorkerSync):
         return any(entry.io for entry in self._cached)
 
     def touch(self, entry: Entry) -> None:
-        """Notes that the expert is needed, for the choice of the least recently used."""
+        """Note that the expert is needed, for the choice of the least recently used."""
         with self.lock:
             if entry in self._cached:
                 del self._cached[entry]
@@ -145,7 +145,7 @@ class ExpertPlaces(WorkerSync):
     def assign_host_slot(
         self, entry: Entry, needed: Collection[Entry], order: Iterable[Entry] | None = None
     ) -> bool:
-        """Gives the expert a host slot: a free one, or that of the least recently used expert, or
+        """Give the expert a host slot: a free one, or that of the least recently used expert, or
         the first in `order`, that is not among the `needed` and not in use. False if there is
         none."""
         with self.lock:
@@ -163,7 +163,7 @@ class ExpertPlaces(WorkerSync):
             return True
 
     def evict(self, entry: Entry) -> None:
-        """Takes the host slot of an expert on disk. Called under the lock."""
+        """Take the host slot of an expert on disk. Called under the lock."""
         assert entry.host_slot is not None
         self.free_slots.append(entry.host_slot)
         entry.host_slot, entry.valid = None, Part(0)
@@ -171,7 +171,7 @@ class ExpertPlaces(WorkerSync):
         del self._cached[entry]
 
     def recount_slots(self) -> None:
-        """Derives the free slots from the entries: at the beginning and after an interrupt."""
+        """Derive the free slots from the entries: at the beginning and after an interrupt."""
         with self.lock:
             for layer, count in enumerate(self.residents):
                 for entry in self.layer_entries(layer)[:count]:

@@ -47,12 +47,12 @@ class RecordMemory:
         return self.layout.state_bytes if part == Part.STATES else self.layout.weight_bytes
 
     def set_state_dtype(self, dtype: torch.dtype) -> None:
-        """Sets the dtype of the moments, before their memory is allocated."""
+        """Set the dtype of the moments, before their memory is allocated."""
         assert Part.STATES not in self.slabs
         self.layout = replace(self.layout, state_dtype=dtype)
 
     def allocate(self, part: Part, host_slots: int, background: bool) -> None:
-        """Allocates the memory and disk space for `part` of every expert."""
+        """Allocate the memory and disk space for `part` of every expert."""
         name = part.name.lower() if part.name else "?"
         size = self.size(part)
         if self._folder is not None:
@@ -66,12 +66,12 @@ class RecordMemory:
         )
 
     def extend(self, host_slots: int) -> None:
-        """Adds host slots, up to this number."""
+        """Add host slots, up to this number."""
         for slab in self.slabs.values():  # one of them may have failed before
             slab.extend(host_slots - len(slab))
 
     def wait_allocated(self) -> None:
-        """Blocks until the memory of all slabs is allocated and pinned."""
+        """Block until the memory of all slabs is allocated and pinned."""
         for slab in self.slabs.values():
             slab.wait_allocated()
 
@@ -94,7 +94,7 @@ class RecordMemory:
         return scratch
 
     def write(self, part: Part, record: int, fill: Callable[[Tensor], None]) -> None:
-        """Sets a record on disk to what `fill` writes."""
+        """Set a record on disk to what `fill` writes."""
         scratch = self._scratch(part)
         fill(scratch)
         self.files[part].write(record, scratch)

@@ -85,7 +85,7 @@ class RemoteExperts:
         return cls(n_layers, found, slabs, first)
 
     def expect(self, layer: int, versions: Sequence[int]) -> None:
-        """Sets the versions of a layer's remote experts for a pass, under the store's lock.
+        """Set the versions of a layer's remote experts for a pass, under the store's lock.
         `versions` are those that the owners have published, by expert id."""
         for remote in self._layers[layer]:
             remote.version = versions[remote.id.index]

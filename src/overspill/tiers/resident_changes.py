@@ -24,7 +24,7 @@ class ResidentChanges:
             return max(0, missing) if to_host > 0 else 0
 
     def extend_host(self, count: int) -> None:
-        """Adds host slots."""
+        """Add host slots."""
         store = self._store
         with store.lock:
             slots = store.host_slots + count
@@ -33,21 +33,21 @@ class ResidentChanges:
             store.host_slots = slots
 
     def empty_cache(self) -> None:
-        """Takes experts on disk out of their host slots."""
+        """Take experts on disk out of their host slots."""
         with self._store.lock:
             for entry in list(self._store.cached()):
                 self._store.write_back(entry)
                 self._store.evict(entry)
 
     def leave_host(self, layer: int, count: int) -> None:
-        """Makes the first `count` experts of a layer resident: frees their host slots and disk
+        """Make the first `count` experts of a layer resident: free their host slots and disk
         slots."""
         with self._store.lock:
             self._store.residents[layer] = count
             self._store.recount_slots()
 
     def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
-        """Gives the last resident expert of a layer a host slot or a disk slot; `fills` write its
+        """Give the last resident expert of a layer a host slot or a disk slot; `fills` write its
         parts."""
         store, layer = self._store, entry.id.layer
         with store.lock:
@@ -68,7 +68,7 @@ class ResidentChanges:
             free.pop()
 
     def load_weights(self, entry: Entry) -> Tensor:
-        """Returns the weights in the expert's host slot, which an expert on disk gets now."""
+        """Return the weights in the expert's host slot, which an expert on disk gets now."""
         store = self._store
         with store.lock:
             if not entry.readable:
@@ -82,7 +82,7 @@ class ResidentChanges:
             return store.host(entry, Part.WEIGHTS)
 
     def swap(self, resident: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
-        """Swaps two experts of a layer, one resident and one in a host slot: `copy` swaps their
+        """Swap two experts of a layer, one resident and one in a host slot: `copy` swaps their
         weights. If it raises, the caller has the old weights."""
         store, layer = self._store, resident.id.layer
         with store.lock:

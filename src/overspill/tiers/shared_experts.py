@@ -69,7 +69,7 @@ class RankMemory:
         """The last pass of which this rank has taken the gradient in a slot, [rank, slot]."""
 
     def close(self) -> None:
-        """Releases the mapping, when no slab uses it any more."""
+        """Release the mapping, when no slab uses it any more."""
         self.weights = self.outbox = self.weights.new_empty(0)
         self.versions = self.sent = self.taken = np.empty(0, np.int64)
 

@@ -82,7 +82,7 @@ class ExpertStore(ExpertPlaces):
         return self.memory.layout
 
     def allocate(self, part: Part, background: bool = False) -> None:
-        """Allocates the memory and disk space for `part` of every expert, once."""
+        """Allocate the memory and disk space for `part` of every expert, once."""
         with self.lock:
             if part in self.memory.slabs:
                 return
@@ -107,7 +107,7 @@ class ExpertStore(ExpertPlaces):
         return [self.memory.slabs[part][slot] for slot in self.free_slots]
 
     def wait_allocated(self) -> None:
-        """Blocks until all memory is allocated and pinned."""
+        """Block until all memory is allocated and pinned."""
         self.memory.wait_allocated()
         for slab in self.remote_experts.slabs:
             slab.wait_allocated()
@@ -132,18 +132,18 @@ class ExpertStore(ExpertPlaces):
         return sum(int(memory.versions.sum()) for memory in memories)
 
     def _publish(self, entry: Entry) -> None:
-        """Lets other ranks read the weights."""
+        """Let other ranks read the weights."""
         if self._shared is not None:
             self._shared.own.versions[entry.number] = entry.version
 
     # -- disk transfers that wait for a change ---------------------------------------------
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` under the lock whenever a change may let a disk transfer start."""
+        """Call `listener` under the lock whenever a change may let a disk transfer start."""
         self._on_change = listener
 
     def request_transfers(self) -> None:
-        """Lets disk transfers start, after a change of what is needed in host memory."""
+        """Let disk transfers start, after a change of what is needed in host memory."""
         with self.lock:
             if self._on_change is not None:
                 self._on_change()
@@ -155,7 +155,7 @@ class ExpertStore(ExpertPlaces):
     # -- users of a host slot --------------------------------------------------------------
 
     def hold(self, entry: Entry) -> None:
-        """Keeps the expert in its host slot until `release`."""
+        """Keep the expert in its host slot until `release`."""
         with self.lock:
             entry.holds += 1
 
@@ -166,17 +166,17 @@ class ExpertStore(ExpertPlaces):
             self.wake_main()
 
     def begin_upload(self, entry: Entry) -> None:
-        """Keeps the host slot while a copy out of it is being issued."""
+        """Keep the host slot while a copy out of it is being issued."""
         with self.lock:
             entry.upload = _Issuing()
 
     def end_upload(self, entry: Entry, copy: Reader) -> None:
-        """Keeps the host slot, for a copy that was issued, until `copy` is done."""
+        """Keep the host slot, for a copy that was issued, until `copy` is done."""
         with self.lock:
             entry.upload = copy
 
     def begin_copy(self, entry: Entry, copy: Reader) -> bool:
-        """Keeps the host slot until `copy`, for decoding steps, is done; False if the weights are
+        """Keep the host slot until `copy`, for decoding steps, is done; False if the weights are
         not there, or another such copy reads them."""
         with self.lock:
             if not entry.readable or not (entry.copy is None or entry.copy.done()):
@@ -186,21 +186,21 @@ class ExpertStore(ExpertPlaces):
             return True
 
     def upload_done(self, entry: Entry) -> None:
-        """Lets the host slot of an expert on disk be reused, after the copy has ended."""
+        """Let the host slot of an expert on disk be reused, after the copy has ended."""
         with self.lock:
             self._changed(entry)
 
     # -- gradients and updates -------------------------------------------------------------
 
     def begin_update(self, entry: Entry) -> None:
-        """Marks the weights, here and on the GPU, as out of date until `end_update`: the gradient
-        is complete."""
+        """Mark the weights, here and on the GPU, as out of date until `end_update`: the gradient is
+        complete."""
         with self.lock:
             entry.stale = True
             entry.version += 1
 
     def end_update(self, entry: Entry) -> None:
-        """Marks weights and states in the host slot as new, and the gradient as used up."""
+        """Mark weights and states in the host slot as new, and the gradient as used up."""
         with self.lock:
             entry.stale = False
             self._publish(entry)
@@ -211,14 +211,14 @@ class ExpertStore(ExpertPlaces):
             self.wake_uploader()
 
     def keep_gradient(self, entry: Entry) -> None:
-        """Marks the gradient in the host slot as valid: it waits for more of it or for `step()`."""
+        """Mark the gradient in the host slot as valid: it waits for more of it or for `step()`."""
         with self.lock:
             if entry.on_disk:
                 entry.valid |= Part.GRADS
                 entry.dirty |= Part.GRADS
 
     def discard_gradients(self, kept: Collection[int]) -> None:
-        """Drops the gradients of the experts with these numbers. No update may be pending: all
+        """Drop the gradients of the experts with these numbers. No update may be pending: all
         weights are current again, and no host slot is held."""
         with self.lock:
             for entry in self.entries:
@@ -242,7 +242,7 @@ class ExpertStore(ExpertPlaces):
                 entry.dirty &= ~part  # now: an update during the write makes it dirty again
 
     def cancel_io(self, entry: Entry, part: Part, write: bool) -> None:
-        """Undoes `begin_io` of a transfer that will not take place."""
+        """Undo `begin_io` of a transfer that will not take place."""
         with self.lock:
             entry.io &= ~part
             if write:
@@ -257,7 +257,7 @@ class ExpertStore(ExpertPlaces):
             self.wake_all()
 
     def write_back(self, entry: Entry) -> None:
-        """Writes the parts that are newer in the host slot to disk. Called under the lock."""
+        """Write the parts that are newer in the host slot to disk. Called under the lock."""
         for part, file in self.memory.files.items():
             if entry.dirty & part:
                 assert entry.disk_slot is not None
@@ -276,20 +276,20 @@ class ExpertStore(ExpertPlaces):
         return entry in self._unreadable
 
     def retry_reads(self, entries: Iterable[Entry]) -> None:
-        """Lets experts that are needed now be read again if they could not be read."""
+        """Let experts that are needed now be read again if they could not be read."""
         with self.lock:
             for entry in entries if self._unreadable else ():
                 self._unreadable.pop(entry, None)
 
     def check_readable(self, entries: Iterable[Entry]) -> None:
-        """Raises if one of these experts could not be read. Called under the lock."""
+        """Raise if one of these experts could not be read. Called under the lock."""
         for entry in entries if self._unreadable else ():
             if (error := self._unreadable.get(entry)) is not None:
                 name = f"expert {entry.id.layer}.{entry.id.index}"
                 raise DiskError(f"{name} could not be read from disk: {error}") from error
 
     def recover(self) -> None:
-        """Restores the entries after a failure in inference, when no upload is running."""
+        """Restore the entries after a failure in inference, when no upload is running."""
         with self.lock:
             for entry in self.entries:
                 entry.upload = None
@@ -305,7 +305,7 @@ class ExpertStore(ExpertPlaces):
         return self.memory.read(part, entry.disk_slot)
 
     def write_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` change the bytes of `part` in place."""
+        """Let `fill` change the bytes of `part` in place."""
         with self.lock:
             # held throughout: the old bytes must not be read and the slot must not be reused
             name = f"{entry.id.layer}.{entry.id.index}"
@@ -326,7 +326,7 @@ class ExpertStore(ExpertPlaces):
                 self.wake_uploader()
 
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` set the bytes of `part` for the first time. Without the lock, because nothing
+        """Let `fill` set the bytes of `part` for the first time. Without the lock, because nothing
         else runs yet: several threads may do it, each for experts of its own."""
         if entry.valid & part:
             fill(self.host(entry, part))

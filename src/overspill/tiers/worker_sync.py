@@ -81,12 +81,12 @@ class WorkerSync:
         self.device_busy = busy
 
     def watchdog(self, what: str) -> Watchdog:
-        """Returns the watchdog of one wait; `what` names the awaited event and the thread that
+        """Return the watchdog of one wait; `what` names the awaited event and the thread that
         should signal it."""
         return Watchdog(self, what, self._watchdog_seconds)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
+        """Block until `ready()`, which is called under the lock. Raises if a worker thread has
         failed, or if nothing has changed for a minute: `what` names the awaited event and the
         thread that should have signalled it."""
         with self.lock:
@@ -126,7 +126,7 @@ class WorkerSync:
             self._uploader.notify_all()
 
     def wake_update(self) -> None:
-        """Wakes one update thread. All of them would compete for the lock, and the thread that
+        """Wake one update thread. All of them would compete for the lock, and the thread that
         computes would wait for it with them."""
         with self.lock:
             self._updates.notify()
@@ -144,7 +144,7 @@ class WorkerSync:
             ) from self.error
 
     def fail(self, error: BaseException) -> None:
-        """Records the first failure and wakes all threads."""
+        """Record the first failure and wake all threads."""
         with self.lock:
             if self.error is None:
                 self.error = error

@@ -53,7 +53,7 @@ class Saved:
     _moving: dict[int, Arrival] = field(default_factory=dict)
 
     def save(self, tensor: Tensor) -> None:
-        """Saves the activation of the next partition, in forward, after the last work that reads
+        """Save the activation of the next partition, in forward, after the last work that reads
         it."""
         number = len(self.tensors)
         if self.restore is Restore.OFFLOAD:
@@ -64,14 +64,14 @@ class Saved:
             self.tensors.append(tensor if self.restore is Restore.KEEP else None)
 
     def settle(self, number: int) -> None:
-        """Lets the compute stream wait until the activation is in host memory: its memory is
+        """Let the compute stream wait until the activation is in host memory: its memory is
         free."""
         arrival = self._moving.pop(number, None)
         if arrival is not None:
             arrival.wait()
 
     def prefetch(self, number: int) -> None:
-        """Begins to copy the activation to the device, in backward."""
+        """Begin to copy the activation to the device, in backward."""
         if self.restore is Restore.OFFLOAD and number < len(self.tensors):
             host = self.tensors[number]
             assert self.copies is not None
@@ -79,12 +79,12 @@ class Saved:
             self._moving[number] = self.copies.to_device(host, f"prefetch {self.name} {number}")
 
     def take(self, number: int) -> Tensor | None:
-        """Returns the activation on the device, in backward, or None."""
+        """Return the activation on the device, in backward, or None."""
         arrival = self._moving.pop(number, None)
         return self.tensors[number] if arrival is None else arrival.wait()
 
     def abandon(self) -> None:
-        """Lets the compute stream wait for all copies, after a failure; their memory is then
+        """Let the compute stream wait for all copies, after a failure; their memory is then
         freed."""
         for number in [*self._moving]:
             self.settle(number)

@@ -39,7 +39,7 @@ class Arguments:
     seed: int | None
 
     def check(self) -> None:
-        """Raises ConfigError for what no layer can have."""
+        """Raise ConfigError for what no layer can have."""
         for name in ("d_model", "d_hidden", "num_experts", "top_k", "partitions"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and value >= 1):

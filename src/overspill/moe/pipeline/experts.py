@@ -127,7 +127,7 @@ def backward(
             sent.append(rows.send(x_TD, number, f"S of x {number}"))
 
     def add(position: int, grad: WeightGrad) -> None:
-        """Sums over several partitions are float32 (or wider)."""
+        """Add the gradient of a wave; sums over several partitions are float32 (or wider)."""
         if position in dw:
             grad.add_to(dw[position])
         else:

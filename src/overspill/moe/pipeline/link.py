@@ -59,8 +59,8 @@ class RankLink:
         return self._mesh is not None or self._given is not None
 
     def agree_on(self, arguments: Arguments) -> int:
-        """Checks the arguments of all ranks: raises on all if those of one are wrong, or if they
-        differ. Returns the seed of the first."""
+        """Check the arguments of all ranks. Raises on all ranks if those of one are wrong, or if
+        they differ. Returns the seed of the first."""
         failure: ConfigError | None = None
         try:
             arguments.check()
@@ -102,7 +102,7 @@ class RankLink:
         return self._exchanges[device]
 
     def copies(self, exchange: Exchange) -> HostCopies:
-        """Copies to host memory beside the exchange."""
+        """The copies to host memory beside the exchange."""
         if exchange.device not in self._copies:
             self._copies[exchange.device] = HostCopies(
                 exchange.device, exchange.recorder, exchange.inject

@@ -131,13 +131,13 @@ class DividedRows:
     _received_PG: Rows = field(repr=False)
 
     def send(self, x_TD: Tensor, number: int, label: str) -> Arrival:
-        """Begins to send the tokens of a partition to the ranks that compute them."""
+        """Begin to send the tokens of a partition to the ranks that compute them."""
         part = self.partitions[number]
         rows = gather_rows(x_TD, self.order, part.rows.start, part.rows.stop)
         return self.exchange.send(rows, part.sent, part.received, label)
 
     def send_back(self, rows_ND: Tensor, number: int, label: str) -> Arrival:
-        """Begins to return the results of a partition, which are in the order of experts."""
+        """Begin to return the results of a partition, which are in the order of experts."""
         part = self.partitions[number]
         rows_ND = take_rows(rows_ND, part.to_ranks)
         return self.exchange.send(rows_ND, part.received, part.sent, label)

@@ -44,7 +44,7 @@ Finish = Callable[[int, list[Tensor]], None]
 def run_pipeline(
     n: int, send: Send, compute: Compute, finish: Finish = lambda number, rows: None
 ) -> None:
-    """Runs the steps of n partitions. They add transfers to the lists as soon as these have begun:
+    """Run the steps of n partitions. They add transfers to the lists as soon as these have begun:
     after a failure, the compute stream waits for all of them."""
     sent: list[list[Arrival]] = [[] for _ in range(n)]
     returned: list[list[Arrival]] = [[] for _ in range(n)]
@@ -65,8 +65,8 @@ def run_pipeline(
 
 
 def _waited(arrivals: list[Arrival]) -> list[Tensor]:
-    """Lets the compute stream wait for transfers; returns their rows. Empties the list: the memory
-    is not held here."""
+    """Let the compute stream wait for transfers; return their rows. Empties the list: the memory is
+    not held here."""
     rows = [arrival.wait() for arrival in arrivals]
     arrivals.clear()
     return rows

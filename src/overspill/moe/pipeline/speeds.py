@@ -31,7 +31,7 @@ Begin = Callable[[], Sequence[Arrival]]
 
 @torch.no_grad()
 def measure_speeds(experts: Experts, exchange: Exchange, copies: HostCopies) -> Speeds:
-    """Takes some hundredths of a second. Must be called on all ranks; the slowest counts."""
+    """Take some hundredths of a second. Must be called on all ranks; the slowest counts."""
     weights, shape = experts.weights, experts.shape
     n_local = len(weights.w_in)
     x_RD = torch.randn(_ROWS, shape.d_model, device=exchange.device).to(weights.w_in.dtype)

@@ -138,7 +138,7 @@ class Tuner:
             self._measured.append(timer)
 
     def tell_failure(self, n_experts: int, exchange: Exchange) -> None:
-        """Makes the other ranks raise. Called in place of `route`."""
+        """Make the other ranks raise. Called in place of `route`."""
         head = [_REFUSED, *[0] * (_HEAD - 1)]
         size = n_experts * sum(self._counted(self.partitions))
         _gather(head, torch.zeros(size, dtype=torch.int64), exchange)

@@ -125,8 +125,8 @@ class StreamingCompute:
         return found
 
     def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
-        """Notes the experts of the next forward through a layer. Does not wait for the device:
-        their counts are read when the next pass begins, which has waited for its own."""
+        """Note the experts of the next forward through a layer. Does not wait for the device: their
+        counts are read when the next pass begins, which has waited for its own."""
         self._hints[layer] = self._dispatcher.start_count(layer, expert_ids_TK)
 
     def wants_prediction(self, layer: int) -> bool:
@@ -135,7 +135,7 @@ class StreamingCompute:
             return self.cursor.counts_ahead.wants_prediction(layer)
 
     def predict(self, layer: int, expert_ids_NK: Tensor, tokens_each: float) -> None:
-        """Notes the experts that tokens will likely have, as `hint` does; each of the N tokens
+        """Note the experts that tokens will likely have, as `hint` does; each of the N tokens
         stands for `tokens_each`."""
         counts_E = self._dispatcher.start_count(layer, expert_ids_NK)
         self._predicted[layer] = counts_E, tokens_each
@@ -181,7 +181,7 @@ class StreamingCompute:
             return self.split.likely(layer)
 
     def enter(self, layer_pass: LayerPass, phase: Phase, need_dw: bool = False) -> None:
-        """Begins a pass whose counts are known: decides which experts the CPU computes, and sorts
+        """Begin a pass whose counts are known. Decides which experts the CPU computes, and sorts
         the rows by that."""
         rows = layer_pass.rows
         assert rows.counts is not None
@@ -203,7 +203,7 @@ class StreamingCompute:
         max_rows: int,
         positions: Collection[int] | None,
     ) -> Iterator[Wave]:
-        """Yields the waves of `resident` experts, then those of streamed ones as they arrive."""
+        """Yield the waves of `resident` experts, then those of streamed ones as they arrive."""
         settings = self._settings
         self._waves.follow_stream()
         for wave in resident:
@@ -240,14 +240,14 @@ class StreamingCompute:
         return 0 if self._cpu is None else self._cpu.nbytes
 
     def wait_readers(self) -> None:
-        """Blocks until no upload and no CPU expert reads weights in host memory."""
+        """Block until no upload and no CPU expert reads weights in host memory."""
         self.uploader.wait_idle()
         self._upload_stream.synchronize()
         if self._cpu is not None:
             self._cpu.wait_idle()
 
     def end_cpu_job(self) -> None:
-        """Blocks until the CPU computes nothing, whatever has failed."""
+        """Block until the CPU computes nothing, whatever has failed."""
         if self._cpu is not None:
             self._cpu.end_job()
 

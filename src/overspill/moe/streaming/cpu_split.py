@@ -246,7 +246,7 @@ class CpuSplit:
         need_dw: bool = False,
         factored: Sequence[int] = (),
     ) -> None:
-        """Notes the seconds that the CPU took for experts with these token rows: the profile was
+        """Note the seconds that the CPU took for experts with these token rows: the profile was
         measured on idle cores. `factored` are the rows of experts whose weight gradients are formed
         in their updates, on the same cores: the job does not include that work, the costs do."""
         if self.costs is None:

@@ -31,7 +31,7 @@ class ExpectedCounts:
         self._wanted = [True] * n_layers  # a prediction for the next forward
 
     def observe(self, layer: int, counts: Sequence[int]) -> None:
-        """Notes the routing of a forward."""
+        """Note the routing of a forward."""
         before, predicted = self._history[layer], self._predicted[layer]
         if before is not None and predicted is not None:
             self._errors[layer].note(counts, predicted, before)
@@ -45,7 +45,7 @@ class ExpectedCounts:
         self._hints[layer] = self._predicted[layer] = None
 
     def hint(self, layer: int, counts: Sequence[int]) -> None:
-        """Sets the counts of the next forward, whose routing a pre-gate has chosen."""
+        """Set the counts of the next forward, whose routing a pre-gate has chosen."""
         self._hints[layer] = tuple(counts)
 
     def wants_prediction(self, layer: int) -> bool:
@@ -53,16 +53,16 @@ class ExpectedCounts:
         return self._wanted[layer]
 
     def predict(self, layer: int, counts: Sequence[float]) -> None:
-        """Sets the counts that the popularity predictor expects in the next forward."""
+        """Set the counts that the popularity predictor expects in the next forward."""
         self._predicted[layer] = tuple(counts)
 
     def forget_hints(self) -> None:
-        """Drops hints and predictions: their forward does not come."""
+        """Drop hints and predictions: their forward does not come."""
         self._hints = [None] * len(self._hints)
         self._predicted = [None] * len(self._predicted)
 
     def swap(self, layer: int, first: int, second: int) -> None:
-        """Follows a swap of the experts at two positions."""
+        """Follow a swap of the experts at two positions."""
         self._routed[layer] = _swapped(self._routed[layer], first, second)
         self._history[layer] = _swapped(self._history[layer], first, second)
         self._hints[layer] = _swapped(self._hints[layer], first, second)

@@ -69,7 +69,7 @@ class SlotPlan:
     def follow(
         self, needed: Iterable[Chunk], uploads: Callable[[int, range], Iterable[int]]
     ) -> list[PlannedChunk]:
-        """Assigns the banks to the chunks that are needed next, and returns them in the order of
+        """Assign the banks to the chunks that are needed next, and returns them in the order of
         need. `uploads(layer, positions)` says which experts are uploaded, and in which order."""
         # a layer with more resident experts has fewer parts: an empty one needs no bank
         streamed = (chunk for chunk in needed if self.positions(*chunk))

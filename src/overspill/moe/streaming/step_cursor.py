@@ -28,7 +28,7 @@ class StepCursor:
         self._finished: set[int] = set()  # experts that the current pass is done with
 
     def enter(self, layer: int, phase: Phase, counts: Sequence[int], training: bool) -> None:
-        """Begins a pass through `layer`."""
+        """Begin a pass through `layer`."""
         self.passes += 1
         self.here, self._counts, self._finished = Position(layer, phase), counts, set()
         if phase is Phase.FORWARD:
@@ -36,7 +36,7 @@ class StepCursor:
             self.counts_ahead.observe(layer, counts)
 
     def follow_stage(self, visit: StageVisit | None) -> None:
-        """Sets the stage and the micro-batch of the next passes."""
+        """Set the stage and the micro-batch of the next passes."""
         self._visit = visit
 
     def stage_passes(self, layer: int, fits: Callable[[range], bool]) -> int:
@@ -50,7 +50,7 @@ class StepCursor:
         return visit.passes(self.next_phase(layer))
 
     def finish(self, positions: Sequence[int]) -> None:
-        """Notes that the current pass is done with these experts."""
+        """Note that the current pass is done with these experts."""
         self._finished.update(positions)
 
     def next_phase(self, layer: int) -> Phase:

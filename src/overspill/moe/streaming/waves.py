@@ -113,7 +113,7 @@ class Waves:
             self._stream = stream
 
     def _focus(self, part: int, ahead: bool) -> list[int]:
-        """Tells the uploader that this part is needed now, and what follows it. Returns its experts
+        """Tell the uploader that this part is needed now, and what follows it. Returns its experts
         in the order in which they are uploaded. If a pass asks again for the part, nothing is
         changed: experts that it has computed and updated would be uploaded again."""
         here = self._cursor.passes, part
@@ -160,7 +160,7 @@ class Waves:
         limits: WaveLimits,
         wait_for_all: bool,
     ) -> tuple[list[int], list[int], list[StreamEvent]]:
-        """Blocks until the upload of the first available expert of `pending` was issued (with
+        """Block until the upload of the first available expert of `pending` was issued (with
         `wait_for_all` of all), then takes the experts that may compute with it: (positions, slots,
         upload ends)."""
         uploader = self._uploader

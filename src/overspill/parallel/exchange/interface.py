@@ -64,7 +64,7 @@ class Exchange(ABC):
         label: str = "",
         into: Tensor | None = None,
     ) -> Arrival:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
         arrive, `received` of each rank, are in the order of ranks; they are written to `into`, a
         contiguous tensor, if it is given."""
         rows = rows.contiguous()
@@ -81,7 +81,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _transfer(self, transfer: Transfer) -> StreamEvent:
-        """Carries it out; returns the end. Does not wait for the device."""
+        """Carry out a transfer; return its end. Does not wait for the device."""
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]; in host memory."""

@@ -113,7 +113,7 @@ class StagedExchange(Exchange):
 
 @torch.inference_mode()  # results may be tensors of a caller in inference mode
 def _carry_out(jobs: _Jobs) -> None:
-    """Ends with None, or with the first failure: other ranks wait for a transfer that this one has
+    """End with None, or with the first failure: other ranks wait for a transfer that this one has
     not made, so none after it can succeed."""
     failure: BaseException | None = None
     while (found := jobs.get()) is not None:
