@@ -65,8 +65,8 @@ class LayerAdapters:
         return self.of(tensors, self.scales)
 
     def enter(self, experts: ExpertMap, dtype: torch.dtype) -> None:
-        """Before waves are computed in `dtype`: copies the factors in the order in which the
-        experts lie now."""
+        """Copy the factors in the present order of the experts, before waves are computed in
+        `dtype`."""
         self._experts = experts
         first = next(each for each in self.factors if each is not None)
         if not (experts.in_order and experts.is_whole):

@@ -148,7 +148,7 @@ class BackwardPass:
         )
 
     def finish(self) -> None:
-        """After the last expert was computed."""
+        """End the pass, after the last expert was computed."""
         self._pass.kept = None
         self._take()
         if self._need_dw:

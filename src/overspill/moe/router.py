@@ -49,7 +49,7 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def count_all_ranks(self, total: Total) -> None:
-        """From now on the balance loss counts the assignments of all ranks."""
+        """Let the balance loss count the assignments of all ranks from now on."""
         self._total = total
 
     def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:

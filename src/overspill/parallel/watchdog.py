@@ -139,7 +139,8 @@ class Watchdog:
         self._publish()
 
     def follow(self, ranks: Ranks, moved: Callable[[], int] | None = None) -> None:
-        """From now on the calls of `ranks`, and growing numbers of `moved`, count as progress."""
+        """Let the calls of `ranks`, and growing numbers of `moved`, count as progress from now
+        on."""
         self._followed.append(ranks)
         self._moved = moved or self._moved
 

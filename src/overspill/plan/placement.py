@@ -1,4 +1,4 @@
-"""Which GPU computes which token rows of a layer, if several GPUs can upload every expert.
+"""The GPU that computes each token row of a layer, if several GPUs can upload every expert.
 
 Static placement: each expert is computed by its owner. Dynamic placement (§4.2 of the ES-MoE paper)
 is planned for each batch: experts in descending order of their token rows go to the GPU with the

@@ -47,7 +47,7 @@ class LearningPace:
 
 
 class RowErrors:
-    """Which of two expectations of the token rows of a layer's experts has lately been closer."""
+    """Recent errors of two expectations of the token rows of a layer's experts."""
 
     def __init__(self) -> None:
         self._predicted: float | None = None

@@ -1,4 +1,4 @@
-"""Which experts of a layer the CPU computes in host memory, and which go to the GPU.
+"""The split of a layer's experts: the CPU computes some in host memory, the others go to the GPU.
 
 Equation 1 of APTMoE: experts are ranked by their tokens; the CPU takes them from the low end while
 its time stays below the time that uploading the others takes. Here every cost is measured, and the
@@ -23,7 +23,7 @@ class SplitCosts:
     load: float
     """Upload of one expert while the CPU is idle."""
     load_beside: float
-    """The same while the CPU computes."""
+    """Upload of one expert while the CPU computes."""
     cpu: Callable[[int], float]
     """One expert with this many tokens on the CPU, during uploads."""
     gpu: Callable[[int], float]

@@ -22,7 +22,7 @@ class ExpertTimes(NamedTuple):
     row: float
     """Forward and backward of a token row."""
     upload: float
-    """Its uploads of a step."""
+    """All uploads of the expert in a step."""
 
 
 UNMEASURED = ExpertTimes(row=1.0, upload=0.0)

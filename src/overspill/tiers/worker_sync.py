@@ -31,8 +31,8 @@ class Watchdog:
         self._reports = 0
 
     def check(self, progress: object) -> None:
-        """Under the lock, at least every `interval`: raises if `progress` has been the same for too
-        long."""
+        """Raise if `progress` has been the same for too long. Called under the lock, at least every
+        `interval`."""
         now = self._sync.now()
         passed, self._last = min(now - self._last, self.interval), now
         if progress != self._seen:

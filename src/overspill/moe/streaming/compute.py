@@ -141,7 +141,7 @@ class StreamingCompute:
         self._predicted[layer] = counts_E, tokens_each
 
     def follow_hints(self, first: bool) -> None:
-        """Before a forward through a layer, the `first` one or a later one."""
+        """Use the hints for a forward through a layer, the `first` one or a later one."""
         hints, self._hints = self._hints, {}
         predicted, self._predicted = self._predicted, {}
         ahead = self.cursor.counts_ahead
@@ -261,7 +261,7 @@ class StreamingCompute:
             self.split.set_enabled(settings.cpu_experts)
 
     def restart_uploads(self) -> None:
-        """After a failure: no slot has an expert, and no upload is running."""
+        """Begin uploads anew after a failure: no slot has an expert, and no upload is running."""
         self._replace_uploader(self._settings.uploader)
 
     def _replace_uploader(self, kind: str) -> None:

@@ -191,7 +191,7 @@ class CpuSplit:
         return sum(times(count) - least for count in counts if count) < self.costs.load
 
     def uploads(self, layer: int, positions: range) -> list[int]:
-        """Which of these experts of a layer are uploaded, and in which order."""
+        """The experts of a layer, among `positions`, that are uploaded, in their order."""
         counts, _ = self._cursor.expected(layer)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
         if counts is None or not self._may_get(layer):

@@ -1,4 +1,4 @@
-"""Which expert belongs in which GPU slot: banks that follow the step."""
+"""The plan of the GPU slots: banks of experts that follow the step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class SlotPlan:
         self._reset()
 
     def refresh(self) -> None:
-        """Before a pass: plans anew if the residents have changed."""
+        """Plan anew, before a pass, if the residents have changed."""
         if list(self._residents) != self._planned_for:
             self._reset()
 

@@ -104,8 +104,8 @@ class Waves:
         self._trace.leave_experts()
 
     def follow_stream(self) -> None:
-        """Before a pass. Threads may use streams of their own; a slot knows its last reader only,
-        so passes on different streams follow each other."""
+        """Let the current stream wait for that of the last pass. Threads may use streams of their
+        own; a slot knows its last reader only, so passes on different streams follow each other."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and self._stream != stream:

@@ -1,4 +1,4 @@
-"""Which exchange the ranks of a mesh use. Layers of the same mesh share one."""
+"""The exchange that the ranks of a mesh use. Layers of the same mesh share one."""
 
 import weakref
 from typing import TYPE_CHECKING
