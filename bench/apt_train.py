@@ -56,7 +56,9 @@ def settings(args: argparse.Namespace, residency: bool) -> overspill.Settings:
 
 def follow_link(engine: Engine, link: float | None) -> None:
     """The costs of uploads were measured with the whole link."""
-    split: Any = engine.compute.split  # type: ignore[attr-defined]
+    streamer = engine.compute.streamer
+    assert streamer is not None
+    split: Any = streamer.split
     if link is None or split.costs is None:
         return
     seconds = engine.layout.weight_bytes / (link * 1e9)

@@ -39,7 +39,7 @@ def loop_back(engine: Engine, exchange: Exchange) -> None:
     assert engine.ranks is None, "rows of several ranks travel already; offload without a mesh"
     with engine.exclusive():
         placer = RowPlacer(exchange.size, None)
-        engine.rank_rows = RankRows(exchange, engine._store, placer, engine._now)
+        engine.rank_rows = RankRows(exchange, engine._store, placer, engine._pass_conditions)
 
 
 class _HostBuffer:

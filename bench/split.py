@@ -21,7 +21,6 @@ from overspill.hardware.profile import ExpertCosts
 from overspill.moe.autograd import routed_experts
 from overspill.moe.engine import Engine
 from overspill.moe.layer import MoE
-from overspill.moe.streaming.compute import StreamingCompute
 from overspill.simulate import DrawnRouting, routed_by
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
@@ -131,10 +130,11 @@ def ratio(on: Sequence[float], off: Sequence[float]) -> Metric:
 
 
 def costs_of(engine: Engine) -> ExpertCosts:
-    assert isinstance(engine.compute, StreamingCompute)
-    assert engine.compute.split is not None
-    assert engine.compute.split.costs is not None
-    return engine.compute.split.costs
+    streamer = engine.compute.streamer
+    assert streamer is not None
+    assert streamer.split is not None
+    assert streamer.split.costs is not None
+    return streamer.split.costs
 
 
 def limit(costs: ExpertCosts) -> Limit:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import overspill
 from overspill.core.errors import OrderError
 from overspill.moe.engine import Engine
-from overspill.moe.state_dict import Places, placeholders, split_record, stacked
+from overspill.moe.placeholder import Places, stacked
+from overspill.moe.state_dict import placeholders, split_record
 from overspill.optim.kernel import join_master
 from overspill.plan.usage import Swap
 from overspill.train import checkpoint

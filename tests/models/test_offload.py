@@ -11,7 +11,7 @@ from tests.moe.oracle import N_EXPERTS, Task, adamw, loss_of
 
 
 def experts_in_slots(engine: Engine) -> int:
-    return sum(len(engine.compute.plan.slots(layer)) for layer in range(engine.n_layers))
+    return sum(len(engine.compute.streamer.plan.slots(layer)) for layer in range(engine.n_layers))
 
 
 @pytest.mark.parametrize("slots", [4, 3 * N_EXPERTS])

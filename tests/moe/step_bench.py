@@ -10,7 +10,7 @@ from torch import Tensor
 from overspill.core.errors import NonFiniteError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId, ExpertShape
-from overspill.moe.dispatch import RowOrder
+from overspill.moe.dispatch import RoutedRows
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.moe.training_step import TrainingStep
@@ -121,7 +121,7 @@ class Bench:
 
     def forward(self, layer: int = 0) -> LayerPass:
         self.training.states.check_forward(layer)
-        layer_pass = LayerPass(layer, training=True, order=RowOrder(2, False, COUNTS))
+        layer_pass = LayerPass(layer, training=True, order=RoutedRows(2, False, COUNTS))
         self.training.passes.open(layer_pass)
         return layer_pass
 

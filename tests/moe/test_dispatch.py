@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.expert_map import ExpertMap
-from overspill.moe.dispatch import LocalDispatcher, RowOrder
+from overspill.moe.dispatch import LocalDispatcher, RoutedRows
 
 N_EXPERTS, D = 5, 6
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def routing(n_tokens: int, top_k: int, drops: bool) -> Tensor:
 
 def routed(
     case: str, last: frozenset[int], resort: bool
-) -> tuple[LocalDispatcher, RowOrder, Tensor]:
+) -> tuple[LocalDispatcher, RoutedRows, Tensor]:
     n_tokens, top_k, drops = CASES[case]
     ids = routing(n_tokens, top_k, drops)
     dispatcher = LocalDispatcher([ExpertMap.whole(N_EXPERTS)], CPU)

@@ -62,7 +62,7 @@ def test_memory_is_within_its_budgets(tmp_path: Path) -> None:
         spill = {} if disk is None else {"disk": disk, "mode": "disk", "slots": 4, "host_slots": 3}
         overspill.offload(model, **given, **spill)
         engine = model.overspill
-        used, budgets = engine.bytes_by_tier(), engine.budget_by_tier()
+        used, budgets = engine.bytes_by_tier(), engine.memory.budget_by_tier()
         assert (budgets["gpu"], budgets["host"]) == (256 << 20, 3 << 30)
         assert used["gpu"] <= 256 << 20
         if disk is None:

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import overspill
 from bench.loopback import LoopbackExchange
+from overspill.compute.cpu_kernel import cpu_isa
 from overspill.core.errors import ConfigError, OrderError
 from tests.moe.pipeline.cases import STRATEGIES
+from tests.moe.streaming.policies import all_on_cpu
 from tests.parallel.processes import run_ranks
 
 D, H, E = 8, 16, 5
@@ -233,6 +235,21 @@ def test_offloaded_layers_train_as_resident_ones(gated: bool, activation: str) -
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
     engine: Any = model.overspill
+    engine.close()
+
+
+@pytest.mark.skipif(cpu_isa() is None, reason="the CPU kernel needs AVX2")
+def test_the_cpu_computes_experts_of_offloaded_layers() -> None:
+    plain, model = Model(True, "silu").eval(), Model(True, "silu").eval()
+    model.load_state_dict(plain.state_dict())
+    settings = overspill.Settings(cpu_experts=True, cpu_policy=all_on_cpu)
+    overspill.offload(model, device="cpu", mode="host", slots=3, quiet=True, settings=settings)
+    engine: Any = model.overspill
+    x = torch.randn(12, D)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+    engine.flush()
+    assert engine.compute.streamer.cpu_bytes > 0
     engine.close()
 
 

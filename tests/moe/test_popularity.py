@@ -20,7 +20,7 @@ from overspill.moe.predictor import Observer, Predictor
 from overspill.moe.rank_rows import RankRows
 from overspill.moe.streaming.compute import StreamingCompute
 from overspill.moe.streaming.cpu_split import CpuSplit
-from overspill.moe.streaming.expected_counts import CountSource
+from overspill.moe.streaming.expected_counts import CountSource, ExpectedCounts
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.plan.popularity import LearningPace, RowErrors
 from tests.models.huggingface.families import make_model
@@ -161,7 +161,7 @@ def test_expected_rows_are_those_of_the_prediction(
     monkeypatch.setattr(popularity, "PREDICT_TOKENS", 100)
     expected: list[tuple[int, list[float]]] = []
     told: list[tuple[int, list[float]]] = []
-    learn, note = Observer.observe, StepCursor.predict
+    learn, note = Observer.observe, ExpectedCounts.predict
 
     def observe(own: Observer, layer: int, x_TD: Tensor, *rest: Any) -> None:
         learn(own, layer, x_TD, *rest)
@@ -176,13 +176,13 @@ def test_expected_rows_are_those_of_the_prediction(
                 counts = torch.bincount(ids.flatten(), minlength=8) * (len(x_TD) / len(seen))
                 expected.append((layer + distance, counts.tolist()))
 
-    def noted(own: StepCursor, layer: int, counts: list[float]) -> None:
+    def noted(own: ExpectedCounts, layer: int, counts: list[float]) -> None:
         told.append((layer, counts))
         note(own, layer, counts)
 
     monkeypatch.setattr(Observer, "observe", observe)
-    monkeypatch.setattr(StepCursor, "predict", noted)
-    monkeypatch.setattr(StepCursor, "wants_prediction", lambda *_: True)
+    monkeypatch.setattr(ExpectedCounts, "predict", noted)
+    monkeypatch.setattr(ExpectedCounts, "wants_prediction", lambda *_: True)
     with trained(gpt(), tmp_path, "learned") as model, torch.no_grad():
         for step in range(2):
             gpt_loss(model, step, rows)

@@ -428,7 +428,7 @@ def test_training_with_clipping_and_accumulation(tmp_path: Path) -> None:
         assert_close(weights_of(model), weights_of(plain))
 
 
-def uploads(monkeypatch: pytest.MonkeyPatch, announced: bool) -> int:
+def uploads(monkeypatch: pytest.MonkeyPatch, hints: bool) -> int:
     """Experts that are uploaded in some forwards, also those that were not needed."""
     config = GPTConfig(
         vocab=48, n_layers=6, d_model=16, d_hidden=24, n_heads=2, n_experts=16, top_k=1
@@ -443,8 +443,8 @@ def uploads(monkeypatch: pytest.MonkeyPatch, announced: bool) -> int:
         settings=overspill.Settings(residency=False),
     )
     engine, generator = model.overspill, torch.Generator().manual_seed(0)
-    if not announced:
-        monkeypatch.setattr(type(engine), "announce", lambda *args: None)
+    if not hints:
+        monkeypatch.setattr(type(engine), "hint", lambda *args: None)
     for _ in range(6):
         with torch.no_grad():
             model(torch.randint(0, config.vocab, (1, 4), generator=generator))
@@ -454,7 +454,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch, announced: bool) -> int:
     return count
 
 
-def test_a_pass_forgets_what_one_that_has_failed_has_announced() -> None:
+def test_a_pass_forgets_hints_of_one_that_has_failed() -> None:
     """Pre-gates of two blocks ahead: the experts of the last blocks are not known at first."""
     config = GPTConfig(
         vocab=48, n_layers=6, d_model=16, d_hidden=24, n_heads=2, n_experts=16, top_k=1
@@ -463,7 +463,7 @@ def test_a_pass_forgets_what_one_that_has_failed_has_announced() -> None:
         overspill.pregate(GPTMoE(config).eval(), 2), mode="host", slots=24, device="cpu",
         quiet=True, progress=False,
     )  # fmt: skip
-    expected = model.overspill.compute.cursor.expected
+    expected = model.overspill.compute.streamer.cursor.expected
     sources: list[list[str]] = []
 
     def note(*_: object) -> None:
@@ -487,5 +487,5 @@ def test_experts_that_pre_gates_have_chosen_are_uploaded_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fewer of those that are not needed are uploaded."""
-    with_gates = uploads(monkeypatch, announced=True)
-    assert with_gates < 0.8 * uploads(monkeypatch, announced=False)
+    with_gates = uploads(monkeypatch, hints=True)
+    assert with_gates < 0.8 * uploads(monkeypatch, hints=False)

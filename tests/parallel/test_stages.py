@@ -176,7 +176,7 @@ def train_rank(mesh: DeviceMesh, case: Case, folder: Path, device: str) -> dict[
         stages.backward([inputs(case, tokens) for tokens in batches], optimizer, loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(engine.ranks.sum(total) / case.parts)
+        losses.append(engine.ranks.sums([total])[0] / case.parts)
     engine.check_conserved()
     overspill.save(model, folder / "saved")
     uploads = engine.recorder.counters().get("upload", 0)

@@ -527,7 +527,7 @@ params = overspill.SamplingParams(max_tokens=16, temperature=1.0, seed=0, ignore
 with overspill.LLM(sys.argv[1], gpu_memory=budget, context=2048, max_batch=8) as llm:
     for _ in range(4):
         llm.generate([[1, 2, 3], list(range(1000))], params)
-    use = llm.model.overspill.gpu_use()
+    use = llm.model.overspill.memory.gpu_use()
     assert use is not None
     assert use["budget"] == budget
     assert use["reserved"] <= budget

@@ -16,7 +16,7 @@ def test_a_remote_expert_is_readable_once_its_owner_has_updated_it() -> None:
     owner: Any = SimpleNamespace(versions=torch.zeros(2, dtype=torch.int64))
     remote = RemoteExpert(ExpertId(0, 5), owner, slab, 1)
     assert remote.readable
-    remote.version = 1  # announced for a pass
+    remote.version = 1  # published for a pass
     owner.versions[0] = 1  # of another expert
     assert not remote.readable
     owner.versions[1] = 1

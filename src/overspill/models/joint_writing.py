@@ -48,5 +48,5 @@ def shared_writer(
             left = writer.unwritten
         else:
             yield None
-    written = ranks.sum(total - left)
+    written = ranks.sums([total - left])[0]
     assert written == total, f"{path}: the ranks have written {written:.0f} of {total} elements"

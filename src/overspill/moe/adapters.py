@@ -65,8 +65,8 @@ class LayerAdapters:
         return self.of(tensors, self.scales)
 
     def enter(self, experts: ExpertMap, dtype: torch.dtype) -> None:
-        """Before waves are computed in `dtype`: copies the factors in the order in which the
-        experts lie now."""
+        """Copy the factors in the present order of the experts, before waves are computed in
+        `dtype`."""
         self._experts = experts
         first = next(each for each in self.factors if each is not None)
         if not (experts.in_order and experts.is_whole):
@@ -79,11 +79,11 @@ class LayerAdapters:
         )
 
     def of_wave(self, first: int, stop: int) -> Adapters:
-        """For the experts at these positions."""
+        """The adapters of the experts at these positions."""
         return self._computed.part(first, stop)
 
     def add_grads(self, first: int, stop: int, grads: Sequence[LowRankGrads | None]) -> None:
-        """Adds the gradients of a wave, in float32: an expert may be computed in several pieces."""
+        """Add the gradients of a wave, in float32: an expert may be computed in several pieces."""
         for number, found in enumerate(grads):
             if found is None:
                 continue

@@ -1,4 +1,4 @@
-"""Where the weights of experts are, for decoding steps, whose kernels read them there."""
+"""Addresses of the weights of experts, for decoding steps, whose kernels read them in place."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ class Addresses:
         return [experts.local_ids[:count] for experts, count in pairs]
 
     def device_addresses(self) -> list[list[int | None]]:
-        """Of each resident expert; None for the others."""
+        """The address of each resident expert; None for the others."""
         found: list[list[int | None]] = []
         for layer, ids in enumerate(self.resident):
             weights = self._residents[layer].weights
@@ -52,8 +52,8 @@ class Addresses:
         return found
 
     def host_addresses(self) -> list[list[int]]:
-        """Of each expert in host memory; 0 for the others. Not with experts on disk, which change
-        their places at any time: see `new_disk_reads`."""
+        """The address of each expert in host memory; 0 for the others. Not with experts on disk,
+        whose slots change at any time: see `new_disk_reads`."""
         assert not self._store.disk_slots
         found = []
         for layer, experts in enumerate(self._store.maps):
@@ -100,6 +100,6 @@ class Addresses:
             self._streaming.started.compute.wait_for_uploads(stream)
 
     def new_disk_reads(self) -> DiskReads:
-        """Brings experts of disk into host memory for decoding steps."""
+        """Bring experts of disk into host memory for decoding steps."""
         policies = [NextUse(1, self._n_experts) for _ in range(self._store.n_layers)]
         return DiskReads(self._store, policies, self._recorder, self._inject)

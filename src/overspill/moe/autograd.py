@@ -1,9 +1,9 @@
 """The experts of one layer as an autograd operation.
 
-Two functions in a row. `_Entrance` saves the input and does the whole backward; `_Experts` computes
-the output and saves nothing (unless activations are kept). A recomputation under
-torch.utils.checkpoint stops at the last saved tensor, which is the entrance's: the experts' forward
-does not run a second time.
+Two functions in a row. `_SavedInput` saves the input and does the whole backward; `_Experts`
+computes the output and saves nothing (unless activations are kept). A recomputation under
+torch.utils.checkpoint stops at the last saved tensor, which is the input: the experts' forward does
+not run a second time.
 
 Shapes: T tokens, D model, K top-k, R token rows sorted by expert.
 """
@@ -84,11 +84,11 @@ def _routed(
             check_processes()
             if engine.can_train:
                 engine.training.check_planned()
-        ticket = _Entrance.apply(  # type: ignore[no-untyped-call]
+        shape = _SavedInput.apply(  # type: ignore[no-untyped-call]
             x_TD, weights_TK, placeholder, engine, layer_pass, adapters, *factors
         )
         args = (x_TD.detach(), weights_TK.detach(), expert_ids_TK, engine, layer_pass)
-        y: Tensor = _Experts.apply(ticket, *args)  # type: ignore[no-untyped-call]
+        y: Tensor = _Experts.apply(shape, *args)  # type: ignore[no-untyped-call]
         return y
     with engine.exclusive():
         if layer_pass.trained and engine.can_train and in_function():
@@ -96,7 +96,7 @@ def _routed(
         return _forward(x_TD, weights_TK, expert_ids_TK, engine, layer_pass, keep=False)
 
 
-class _Entrance(torch.autograd.Function):
+class _SavedInput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,7 +150,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        ticket: Tensor,
+        shape: Tensor,
         x_TD: Tensor,
         weights_TK: Tensor,
         expert_ids_TK: Tensor,

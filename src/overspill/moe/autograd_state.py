@@ -1,4 +1,4 @@
-"""Where the autograd of this thread is."""
+"""The state of autograd in this thread."""
 
 import torch
 

@@ -28,7 +28,7 @@ def without_few_rows(
     x_TD: Tensor,
     y_RD: Tensor,
 ) -> Iterator[Wave]:
-    """Writes the outputs of packed experts with few token rows into `y_RD`, where the CPU is the
+    """Write the outputs of packed experts with few token rows into `y_RD`, where the CPU is the
     compute device, and yields waves of the other experts."""
     format = None if layout.format is None else layout.format.of_layer(layer_pass.layer)
     on_cpu = isinstance(format, RecordFormat) and y_RD.device.type == "cpu"

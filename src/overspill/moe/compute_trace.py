@@ -31,7 +31,7 @@ class ComputeTrace:
         self._wave = (name, self._now())
 
     def end_wave(self) -> None:
-        """Ends the span of the wave. A second call has no effect."""
+        """End the span of the wave. A second call has no effect."""
         self._end(*self._wave)
         self._wave = ("", None)
 

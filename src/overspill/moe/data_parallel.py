@@ -10,7 +10,7 @@ from overspill.core.errors import OrderError
 
 
 def refuse_replicas(module: nn.Module) -> None:
-    """Makes torch.nn.DataParallel raise when it copies a module whose experts are offloaded."""
+    """Make torch.nn.DataParallel raise when it copies a module whose experts are offloaded."""
     # an instance attribute without a reference to the module, which keeps its class and lifetime
     module._replicate_for_data_parallel = _no_replica  # type: ignore[method-assign]
 
@@ -36,8 +36,8 @@ def check_processes() -> None:
 
 
 def check_ignored(experts: Sequence[nn.Parameter]) -> None:
-    """Raises in a forward inside a DistributedDataParallel that treats the experts of this rank as
-    copies of those of other ranks."""
+    """Raise in a forward inside a DistributedDataParallel that treats the experts of this rank as
+    copies of other ranks' experts."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is None or wrapper.process_group.size() == 1:
         return

@@ -23,8 +23,8 @@ class ExpertDecoder(Protocol):
         """Each token's weighted sum over its experts, [T, D]. The ids are those of the router, also
         where a routing source replaces them."""
 
-    def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
-        """A pre-gate has chosen these experts of a later layer."""
+    def hint(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
+        """Note the experts that a pre-gate has chosen for a later layer."""
 
 
 _CURRENT: ContextVar[ExpertDecoder | None] = ContextVar("expert_decoder", default=None)

@@ -33,7 +33,7 @@ class DenseMemory:
         self._slabs: dict[int, HostSlab] = {}  # by address
         self._free: list[HostSlab] = []  # those to which no tensor refers
         self.device_bytes = 0
-        """Of optimizer states on the device."""
+        """Bytes of optimizer states on the device."""
 
     def zeros(self, parameter: Tensor, dtype: torch.dtype, on_host: bool = True) -> Tensor:
         """A new optimizer state of a parameter."""

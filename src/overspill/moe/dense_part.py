@@ -1,4 +1,4 @@
-"""The dense part of an offloaded model: where its weights, gradients and optimizer states are."""
+"""The dense part of an offloaded model: memory of its weights, gradients and optimizer states."""
 
 import weakref
 
@@ -16,7 +16,7 @@ from overspill.transfer.streams import CopyStream, Inject
 
 
 class DensePart:
-    """Places what belongs to dense parameters, on the device or in host memory, and counts it."""
+    """Weights, gradients and states of dense parameters, on the device or in host memory."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class DensePart:
         self._model: weakref.ref[nn.Module] | None = None
 
     def hold(self, model: nn.Module) -> None:
-        """Takes the dense parameters of `model`, and moves them to host memory if the placement
-        puts them there."""
+        """Take the dense parameters of `model`, and move them to host memory if the placement puts
+        them there."""
         self._model = weakref.ref(model)
         if self._placement.dense_weights:
             copies = CopyStream("upload", self._device, self._recorder, self._inject)
@@ -51,7 +51,7 @@ class DensePart:
         return self._memory.host_bytes
 
     def device_bytes(self) -> int:
-        """What it holds on the compute device between two passes."""
+        """Bytes on the compute device between two passes."""
         states = self._memory.device_bytes
         return states if self._placement.dense_weights else states + self._parameter_bytes()
 
@@ -65,7 +65,7 @@ class DensePart:
         return sum(local(tensor.detach()).nbytes for tensor in tensors if tensor.is_cuda)
 
     def close(self) -> None:
-        """The engine was closed: memory is released as soon as no tensor refers to it."""
+        """Release memory as soon as no tensor refers to it, after the engine was closed."""
         if self._weights is not None:
             self._weights.close()
         self._memory.close()

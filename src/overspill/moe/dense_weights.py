@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.moe.dense_memory import DenseMemory
-from overspill.moe.pregate import computes_pregate
 from overspill.transfer.driver import copy_on
 from overspill.transfer.streams import CopyStream, StreamEvent, record_event, wait_event
 
@@ -111,6 +110,23 @@ class _Copy:
     arrived: StreamEvent
 
 
+class _Thread(threading.local):
+    reads_in_place = False
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def read_in_place() -> Iterator[None]:
+    """Modules that this thread calls within the block read their weights in host memory."""
+    before, _THREAD.reads_in_place = _THREAD.reads_in_place, True
+    try:
+        yield
+    finally:
+        _THREAD.reads_in_place = before
+
+
 class DenseWeights:
     """Holds the dense parameters of a model in host memory.
 
@@ -134,7 +150,7 @@ class DenseWeights:
 
     @torch.no_grad()
     def hold(self, model: nn.Module) -> None:
-        """Moves the parameters of `model` to host memory; its experts are elsewhere already."""
+        """Move the parameters of `model` to host memory; its experts are elsewhere already."""
         for block in dense_blocks(model):
             for parameter in block.parameters:
                 host = self._memory.empty_like(parameter)
@@ -170,7 +186,7 @@ class DenseWeights:
         model.forward = forward
 
     def close(self) -> None:
-        """The parameters stay where they are."""
+        """Remove the hooks. The parameters keep their memory."""
         with self._lock:
             self._drop_copies()
             for handle in self._handles:
@@ -219,8 +235,8 @@ class DenseWeights:
     def _use(self, block: DenseBlock, *_: object) -> None:
         """A module of `block` is called."""
         current = self._current
-        if (current is not None and current.block is block) or computes_pregate():
-            return  # a pre-gate of another block is small: it is read where it is
+        if (current is not None and current.block is block) or _THREAD.reads_in_place:
+            return
         # copies are used by graphs, which inference mode does not allow
         with self._lock, DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if not self._is_alone():
@@ -247,7 +263,7 @@ class DenseWeights:
         return _Copy(block, [copy for copy, _ in pairs], arrived)
 
     def _arrive(self, copy: _Copy) -> None:
-        """Lets the current stream use a copy, which may have been allocated for another."""
+        """Let the current stream use a copy, which may have been allocated for another."""
         wait_event(self._device, copy.arrived)
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)

@@ -1,4 +1,4 @@
-"""What is known of the memory of a compute device."""
+"""Figures of the memory of a compute device."""
 
 from typing import Protocol
 
@@ -12,22 +12,22 @@ class DeviceMemory(Protocol):
         """The most that was reserved since the last call, or since `reset`."""
 
     def allocated(self) -> int:
-        """What is in use now."""
+        """Bytes in use now."""
 
     def available(self) -> int:
-        """What this process has reserved and what is free on the device."""
+        """Bytes that this process has reserved or that are free on the device."""
 
     def shortages(self) -> int:
-        """How often the allocator had to free cached memory so far, which stops the device."""
+        """Times that the allocator had to free cached memory so far, which stops the device."""
 
     def reset(self) -> None:
-        """Starts a new measurement of the peak, without cached memory."""
+        """Start a new measurement of the peak, without cached memory."""
 
 
 class CudaMemory:
-    """Leaves torch's peak statistics to the user. What is reserved grows until cached memory is
-    freed: without that its peak is what is reserved now, and at most it is what was reserved before
-    and has been since."""
+    """Leaves torch's peak statistics to the user. Reserved memory grows until cached memory is
+    freed: without that its peak is the memory reserved now, and at most the memory reserved before
+    and since."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_index(device)

@@ -33,8 +33,8 @@ _FEW_ROWS = 8192  # are sorted on the host, where that takes less time than the 
 
 
 @dataclass(eq=False)
-class RowOrder:
-    """How the assignments of one routing lie as token rows. Kept from forward to backward."""
+class RoutedRows:
+    """The assignments of one routing as token rows. Kept from forward to backward."""
 
     n_rows: int
     drops: bool
@@ -75,36 +75,36 @@ class Dispatcher(Protocol):
         may_resort: bool = False,
         unsorted: bool = False,
         counts: Mapping[int, int] | None = None,
-    ) -> RowOrder:
+    ) -> RoutedRows:
         """The order of the rows. With `need_counts` the host waits for the rows of each expert,
         unless `counts` are given, by the experts' ids. With `may_resort` the rows may be sorted
         anew by `sort`; with `unsorted` too, only the first call of `sort` sorts them."""
 
-    def is_current(self, layer: int, order: RowOrder) -> bool:
+    def is_current(self, layer: int, order: RoutedRows) -> bool:
         """Whether experts are at the positions that they had when the rows were ordered."""
 
-    def count(self, order: RowOrder) -> None:
-        """Lets the host know the rows of each expert, if it does not yet."""
+    def count(self, order: RoutedRows) -> None:
+        """Let the host know the rows of each expert, if it does not yet."""
 
     def start_count(self, layer: int, expert_ids_TK: Tensor) -> Tensor:
         """The rows of each expert, in host memory when the device has come so far."""
 
-    def sort(self, order: RowOrder, last: frozenset[int]) -> None:
-        """Sorts the rows by expert; those of the experts `last` come after all others."""
+    def sort(self, order: RoutedRows, last: frozenset[int]) -> None:
+        """Sort the rows by expert; those of the experts `last` come after all others."""
 
-    def dispatch(self, order: RowOrder, x_TD: Tensor, start: int, stop: int) -> Tensor:
+    def dispatch(self, order: RoutedRows, x_TD: Tensor, start: int, stop: int) -> Tensor:
         """The token rows [start, stop), [stop - start, D]."""
 
-    def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
+    def row_weights(self, order: RoutedRows, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         """The routing weights of the rows [start, stop)."""
 
-    def assignments(self, order: RowOrder, start: int, stop: int) -> Tensor:
+    def assignments(self, order: RoutedRows, start: int, stop: int) -> Tensor:
         """The numbers of the assignments of the rows [start, stop): t*K + k, in any order of
         rows."""
 
     def combine(
         self,
-        order: RowOrder,
+        order: RoutedRows,
         y_RD: Tensor,
         weights_TK: Tensor | None,
         tokens: slice = _ALL,
@@ -113,7 +113,7 @@ class Dispatcher(Protocol):
         sum."""
 
     def combine_grads(
-        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
+        self, order: RoutedRows, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
     ) -> tuple[Tensor, Tensor]:
         """The gradients of a range of tokens [T, D] and of their routing weights [T, K]."""
 
@@ -141,7 +141,7 @@ class LocalDispatcher:
             known = self._tables[layer] = experts, torch.tensor(numbers, device=self._device)
         return known[1][expert_ids_TK.to(torch.int64)]
 
-    def is_current(self, layer: int, order: RowOrder) -> bool:
+    def is_current(self, layer: int, order: RoutedRows) -> bool:
         return order.experts is None or order.experts is self._maps[layer]
 
     def route(
@@ -153,8 +153,8 @@ class LocalDispatcher:
         may_resort: bool = False,
         unsorted: bool = False,
         counts: Mapping[int, int] | None = None,
-    ) -> RowOrder:
-        order = RowOrder(expert_ids_TK.numel(), drops)
+    ) -> RoutedRows:
+        order = RoutedRows(expert_ids_TK.numel(), drops)
         order.routed_TK, order.experts = expert_ids_TK, self._maps[layer]
         expert_ids_TK = self._positions(layer, expert_ids_TK)
         if counts is not None:
@@ -175,11 +175,11 @@ class LocalDispatcher:
         )
         return host.copy_(counts_E, non_blocking=True)
 
-    def count(self, order: RowOrder) -> None:
+    def count(self, order: RoutedRows) -> None:
         if order.counts is None:
             order.counts = counts_of(to_host(order.permutation.ends_E)).tolist()
 
-    def _count(self, order: RowOrder, expert_ids_TK: Tensor) -> None:
+    def _count(self, order: RoutedRows, expert_ids_TK: Tensor) -> None:
         if order.n_rows <= _FEW_ROWS:
             ids_TK = to_host(expert_ids_TK.to(torch.int64))
             counts = np.bincount(ids_TK.numpy().reshape(-1), minlength=self._n_experts)
@@ -189,7 +189,7 @@ class LocalDispatcher:
             order.counts = to_host(count_rows(expert_ids_TK, self._n_experts)).tolist()
             order.expert_ids_TK = expert_ids_TK
 
-    def sort(self, order: RowOrder, last: frozenset[int]) -> None:
+    def sort(self, order: RoutedRows, last: frozenset[int]) -> None:
         if order.sorted is not None and order.last == last:
             return
         ids_TK, counts = order.expert_ids_TK, order.counts
@@ -201,18 +201,18 @@ class LocalDispatcher:
         else:
             order.sorted = Permutation.with_counts(ids_TK, counts, last)
 
-    def dispatch(self, order: RowOrder, x_TD: Tensor, start: int, stop: int) -> Tensor:
+    def dispatch(self, order: RoutedRows, x_TD: Tensor, start: int, stop: int) -> Tensor:
         return gather_rows(x_TD, order.permutation, start, stop)
 
-    def row_weights(self, order: RowOrder, weights_TK: Tensor, start: int, stop: int) -> Tensor:
+    def row_weights(self, order: RoutedRows, weights_TK: Tensor, start: int, stop: int) -> Tensor:
         return row_weights(weights_TK, order.permutation, start, stop)
 
-    def assignments(self, order: RowOrder, start: int, stop: int) -> Tensor:
+    def assignments(self, order: RoutedRows, start: int, stop: int) -> Tensor:
         return order.permutation.row_assignment_R[start:stop]
 
     def combine(
         self,
-        order: RowOrder,
+        order: RoutedRows,
         y_RD: Tensor,
         weights_TK: Tensor | None,
         tokens: slice = _ALL,
@@ -225,7 +225,7 @@ class LocalDispatcher:
         return combine(y_RD, weights_TK[tokens], permutation)
 
     def combine_grads(
-        self, order: RowOrder, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
+        self, order: RoutedRows, dx_RD: Tensor, drow_weight_R: Tensor, tokens: slice = _ALL
     ) -> tuple[Tensor, Tensor]:
         if order.drops:
             dx_RD[order.n_routed :] = 0

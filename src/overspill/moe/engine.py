@@ -1,9 +1,9 @@
 """The engine of an offloaded model, `model.overspill`: its parts and their lifetime.
 
 `compute` runs the experts, `training` follows a training step (an error for inference), `records`
-reads and writes weights and optimizer states, `memory` counts and limits what the model holds,
-`dense` places what is not an expert. Some experts live on the compute device, the others
-are streamed from host memory and disk.
+reads and writes weights and optimizer states, `memory` counts and limits the memory of the model,
+`dense` places its other parameters. Some experts live on the compute device, the others are
+streamed from host memory and disk.
 """
 
 import functools
@@ -21,7 +21,6 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.profile import ExpertCosts
 from overspill.moe.addresses import Addresses
-from overspill.moe.compute import ExpertCompute
 from overspill.moe.dense_part import DensePart
 from overspill.moe.dispatch import LocalDispatcher
 from overspill.moe.engine_memory import EngineMemory
@@ -29,10 +28,10 @@ from overspill.moe.expert_moves import ExpertMoves
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.model_part import ModelPart
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.popularity import Popularity
-from overspill.moe.rank_rows import Now, RankRows
+from overspill.moe.rank_rows import PassConditions, RankRows
 from overspill.moe.records import ExpertRecords
-from overspill.moe.residents.compute import ResidentCompute
 from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance, RowPlacer
 from overspill.moe.settings import Settings
@@ -51,7 +50,7 @@ from overspill.trace.recorder import Recorder
 
 
 class Engine:
-    """The experts of an offloaded model: where they are, how they compute, how they train."""
+    """The experts of an offloaded model: their memory, their compute and their training."""
 
     def __init__(
         self,
@@ -71,10 +70,11 @@ class Engine:
         self.n_experts = part.experts.n_global  # of a layer over all processes
         self.ranks = part.ranks
         self.shape, self.dtype = layout.shape, layout.dtype
+        self.expert_parameters = part.layers.n_layers * self.n_experts * layout.shape.numel
         self.device = device
         self.placement = placement
         self.recorder = recorder
-        self._settings = settings
+        self.settings = settings
         counts = spread_residents(placement.residents, part.n_layers, part.experts.n_local)
         with ExitStack() as undo:  # a failure leaves no thread and no file
             # first what may not fit: nothing else is allocated yet
@@ -88,15 +88,16 @@ class Engine:
             self.lifetime = store.lifetime
             self.records = ExpertRecords(store, residents)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
-            self._streaming = LazyStreaming(self._new_streaming(progress, costs), settings)
+            dispatcher = LocalDispatcher(store.computed, device)
+            new_streaming = self._new_streaming(dispatcher, progress, costs)
+            self._streaming = LazyStreaming(new_streaming, settings)
             undo.callback(self._streaming.close)
             self.addresses = Addresses(store, residents, self._streaming, recorder, settings.inject)
             self._training = self._new_training() if placement.training else None
             self._lock = threading.RLock() if self._training is None else self._training.lock
-            dispatcher = LocalDispatcher(store.maps, device)
             max_rows = settings.max_rows or placement.max_rows
-            self._resident_compute = ResidentCompute(
-                residents, store.lifetime, dispatcher, max_rows, settings.waves
+            self.compute = PooledExperts(
+                store, residents, self._streaming, dispatcher, max_rows, settings.waves
             )
             self._moves = ExpertMoves(
                 store, residents, self.records, placement, self._training, self._streaming
@@ -117,18 +118,19 @@ class Engine:
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
             self.popularity = Popularity(
-                self._streaming, store, self.stage_order,
-                lambda: self._settings.popularity == "learned",
+                self.compute, self.stage_order,
+                lambda: self.settings.popularity == "learned",
             )  # fmt: skip
             undo.pop_all()
 
     def _new_streaming(
-        self, progress: Progress | None, costs: ExpertCosts | None
+        self, dispatcher: LocalDispatcher, progress: Progress | None, costs: ExpertCosts | None
     ) -> Callable[[Settings], Streaming]:
         return functools.partial(
             Streaming,
             self._store,
-            self._residents,
+            dispatcher,
+            self.device,
             self.placement,
             recorder=self.recorder,
             updates_at_once=lambda: self._training is not None and self._training.updates_at_once,
@@ -141,7 +143,7 @@ class Engine:
         gradients = ExpertGradients(
             self._residents,
             self._store,
-            self._settings.threads or usable_cores(),
+            self.settings.threads or usable_cores(),
             lambda: self._streaming.gradients,
             lambda keep: self._moves.reserve(keep),
         )
@@ -154,25 +156,18 @@ class Engine:
         if node is None or node.size == 1:
             return None
         sharing = self.part.sharing
-        exchange = exchange_among(node, self.device, self.recorder, self._settings.inject)
+        exchange = exchange_among(node, self.device, self.recorder, self.settings.inject)
         placer = RowPlacer(node.size, None if sharing is None else sharing.costs)
-        return RankRows(exchange, self._store, placer, self._now)
+        return RankRows(exchange, self._store, placer, self._pass_conditions)
 
-    def _now(self) -> Now:
-        return Now(self._settings, self.memory.free_bytes())
+    def _pass_conditions(self) -> PassConditions:
+        return PassConditions(self.settings, self.memory.free_bytes())
 
     # -- its parts ----------------------------------------------------------------------------
 
     @property
-    def compute(self) -> ExpertCompute:
-        streaming = self._streaming.started
-        if streaming is None or sum(self._store.residents) == len(self._store.entries):
-            return self._resident_compute
-        return streaming.compute
-
-    @property
     def training(self) -> TrainingStep:
-        self.check_open()
+        self.lifetime.check()
         if self._training is None:
             raise OrderError(
                 "the model was offloaded for inference; call model.train() before offload() (a "
@@ -187,34 +182,29 @@ class Engine:
     def exclusive(self) -> AbstractContextManager[object]:
         """The lock of the thread that runs a layer's pass, a step or `flush`: they share slots,
         gradients and the step cursor. Passes of several threads may come in any order."""
-        self.check_open()  # first: in a forked child no thread would release the lock
+        self.lifetime.check()  # first: in a forked child no thread would release the lock
         return self._lock
-
-    # -- its experts --------------------------------------------------------------------------
 
     @property
     def layout(self) -> RecordLayout:
+        """The layout of the experts' records."""
         return self.records.layout
-
-    @property
-    def expert_parameters(self) -> int:
-        return self.layer_map.n_layers * self.n_experts * self.shape.numel
 
     # -- residents --------------------------------------------------------------------------------
 
     @property
     def residents(self) -> list[int]:
-        """How many experts of each layer live on the compute device."""
+        """The number of resident experts of each layer."""
         return list(self._store.residents)
 
     @property
     def n_moves(self) -> int:
-        """How often experts have moved; where they are has not changed if this has not."""
+        """The number of times that experts have moved."""
         return self._moves.count
 
     def set_residents(self, counts: Sequence[int]) -> None:
-        """Changes how many experts of each layer live on the compute device, between
-        steps. Raises BudgetError if host memory and disk have no room for those that leave it."""
+        """Set the number of resident experts of each layer, between steps. Raises BudgetError if
+        host memory and disk have no room for experts that leave the device."""
         if self.part.shared is not None:
             raise ConfigError(
                 "experts cannot live on the compute device while ranks share those in host memory; "
@@ -224,88 +214,75 @@ class Engine:
             self._moves.set_residents(counts)
 
     def swap_experts(self, swaps: Sequence[Swap]) -> None:
-        """Swaps resident experts and streamed ones of the same layer, between steps and before
-        experts have optimizer states. What routers,
-        checkpoints and state dicts call an expert does not change."""
+        """Swap resident experts and streamed ones of the same layer, between steps and before
+        experts have optimizer states. The ids in routers, checkpoints and state dicts do not
+        change."""
         with self.exclusive():
             self._moves.swap(swaps)
 
     # -- its memory ---------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """One line: the mode and where everything is."""
+        """One line: the mode, and the place of everything."""
         return self.memory.describe(self.balance)
 
     def bytes_by_tier(self) -> dict[str, int]:
         """See `EngineMemory.bytes_by_tier`."""
         return self.memory.bytes_by_tier()
 
-    def budget_by_tier(self) -> dict[str, int | None]:
-        """See `EngineMemory.budget_by_tier`."""
-        return self.memory.budget_by_tier()
-
-    def gpu_use(self) -> dict[str, int] | None:
-        """See `EngineMemory.gpu_use`."""
-        return self.memory.gpu_use()
-
     # -- passes -------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Before a pass or a decoding step: a failure of transfers in an earlier one is over."""
+        """Let transfers begin anew after a failure, before a pass or a decoding step."""
         self._streaming.recover()
 
-    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
-        """A pre-gate has chosen these experts for the next forward through a layer: they are
-        uploaded, and read from disk, with those of the layers before it. Not with several ranks:
-        they do not know yet which tokens of others they get."""
-        streaming = self._streaming.started if self.rank_rows is None else None
-        if streaming is not None and sum(self._store.residents) < len(self._store.entries):
+    def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """Let experts that a pre-gate has chosen for the next forward through a layer be uploaded,
+        and read from disk, with those of the layers before it. No-op with several ranks: they do
+        not know yet which tokens of others they get."""
+        streamer = self.compute.streamer if self.rank_rows is None else None
+        if streamer is not None:
             with self.exclusive():
-                streaming.compute.announce(layer, expert_ids_TK)
+                streamer.hint(layer, expert_ids_TK)
 
     @property
     def balance(self) -> Balance | None:
-        """How evenly token rows were spread over ranks, lately; None with one rank."""
+        """Distribution of token rows over ranks in the last passes; None with one rank."""
         return None if self.rank_rows is None else self.rank_rows.balance
 
     def begin_pass(self, layer_pass: LayerPass, tokens: int) -> None:
-        """A forward through a layer begins. Between two steps the first layer's is the time to
-        move experts."""
+        """Begin a forward through a layer. Before the first layer of a step experts may move."""
         self.recover()
         if layer_pass.layer == 0 and self.stage_order.begins_step:
-            follow = self._settings.follow_usage and self._settings.activations != "keep"
+            follow = self.settings.follow_usage and self.settings.activations != "keep"
             self._moves.before_pass(layer_pass, tokens, follow)
 
     # -- settings -----------------------------------------------------------------------------
 
     @property
-    def settings(self) -> Settings:
-        return self._settings
-
-    @property
     def overlap_updates(self) -> bool:
-        return self._settings.overlap_updates
+        return self.settings.overlap_updates
 
     def switch(self, settings: Settings) -> None:
-        """Turns techniques on or off between steps, to measure what each gains."""
+        """Turn techniques on or off between steps, to measure the gain of each."""
         for name in (
             "max_rows", "threads", "inject", "cpu_policy", "residency", "placement", "popularity",
         ):  # fmt: skip
-            if getattr(settings, name) != getattr(self._settings, name):
+            if getattr(settings, name) != getattr(self.settings, name):
                 raise ConfigError(f"{name} cannot be switched; set it when the model is offloaded")
         if self.rank_rows is not None:
             self.rank_rows.check(settings)
         self.flush()
         self._streaming.set_settings(settings)  # first: it may refuse them
-        self._settings = settings
-        self._resident_compute.set_grouped(settings.waves)
+        self.settings = settings
+        self.compute.grouped = settings.waves
 
     # -- lifetime -----------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Waits until every transfer and update has ended."""
+        """Wait until every transfer and update has ended."""
         with self.exclusive():
-            self.check_open()
+            self.lifetime.check()
             self._moves.wait()
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -314,12 +291,8 @@ class Engine:
             "model.state_dict(), or call overspill.save(model, folder)"
         )
 
-    def check_open(self) -> None:
-        """Raises if the engine was closed, or is another process's."""
-        self.lifetime.check()
-
     def check_whole(self, what: str) -> None:
-        """Raises if other ranks hold experts of this model."""
+        """Raise if other ranks hold experts of this model."""
         if self.ranks is not None:
             raise ConfigError(
                 f"{what} is not supported for a model that was offloaded with a mesh: rank "
@@ -329,14 +302,14 @@ class Engine:
             )
 
     def check_conserved(self) -> None:
-        """When idle: every slot and buffer is accounted for."""
+        """Asserts, when idle, that every slot and buffer is accounted for."""
         self.flush()
         self._store.check_conserved()
         self._streaming.check_conserved()
 
     def close(self) -> None:
-        """Ends all threads and frees the memory; the experts are gone. A pass in another thread
-        ends first, with an error where it waits. No-op in a forked child."""
+        """End all threads and free the memory; the experts are gone. A pass in another thread ends
+        first, with an error where it waits. No-op in a forked child."""
         if self.lifetime.forked:
             return
         self._streaming.interrupt()

@@ -1,5 +1,5 @@
-"""The memory of an offloaded model: how much it holds in each tier, what limits it on the GPU, and
-the line that describes it."""
+"""The memory of an offloaded model: its bytes in each tier, its limit on the GPU, and the line that
+describes it."""
 
 from contextlib import AbstractContextManager
 
@@ -20,8 +20,8 @@ from overspill.tiers.store import ExpertStore
 
 
 class EngineMemory:
-    """Counts and limits the memory of one model. It is the model among those that share the device
-    (`MemoryUser`)."""
+    """Counts and limits the memory of one model, and is its `MemoryUser` among the models that
+    share the device."""
 
     def __init__(
         self,
@@ -65,19 +65,19 @@ class EngineMemory:
         return {"gpu": device, "host": self._placement.host_memory, "disk": disk}
 
     def reserved_bytes(self) -> int | None:
-        """What this process has reserved on the GPU for this model; None without a GPU."""
+        """Bytes that this process has reserved on the GPU for this model; None without a GPU."""
         if self._gpu is None:
             return None
         return torch.cuda.memory_reserved(self._residents.device) - self._gpu.held_by_others()
 
     def device_bytes(self) -> int:
-        """What this model holds on the compute device between two passes."""
+        """Bytes of this model on the compute device between two passes."""
         return self.bytes_by_tier()["gpu"] + self._dense.device_bytes()
 
     def gpu_use(self) -> dict[str, int] | None:
-        """Bytes of the GPU's budget, of what this process has reserved, and what it is for: experts
-        resident, slots and gradients of streamed ones, and the rest (dense part, activations).
-        None without a GPU."""
+        """Bytes of the GPU's budget and of the memory that this process has reserved, divided into
+        resident experts, slots and gradients of streamed ones, and the rest (dense part,
+        activations). None without a GPU."""
         reserved = self.reserved_bytes()
         if self._gpu is None or reserved is None:
             return None
@@ -91,7 +91,7 @@ class EngineMemory:
         }
 
     def free_bytes(self) -> int:
-        """What of the GPU's budget is not allocated; 0 without a GPU."""
+        """Bytes of the GPU's budget that are not allocated; 0 without a GPU."""
         if self._gpu is None:
             return 0
         return min(self._gpu.budget, self._gpu.available()) - self._gpu.allocated()
@@ -114,8 +114,8 @@ class EngineMemory:
     # -- its limit on the GPU -----------------------------------------------------------------
 
     def limit(self, budget: int | None) -> None:
-        """Limits what torch allocates on the GPU to the budgets of all models; without one, the
-        model shares what is free. No-op without a GPU."""
+        """Limit the memory that torch allocates on the GPU to the budgets of all models; without
+        one, the model shares the free memory. No-op without a GPU."""
         device = self._residents.device
         if device.type != "cuda":
             return
@@ -124,11 +124,11 @@ class EngineMemory:
             self.fill(self._gpu, self._gpu.budget)
 
     def fill(self, memory: DeviceMemory, budget: int) -> None:
-        """From now on lets as many experts live on the device as `budget` allows."""
+        """Let as many experts live on the device as `budget` allows, from now on."""
         self._moves.fill_memory(memory, budget, self)
 
     def shrink(self) -> None:
-        """Another model gets memory: experts that are too many leave the device, if not in the
+        """Move experts that are too many away from the device, for another model, if not in the
         middle of a step."""
         lifetime = self._store.lifetime
         if lifetime.forked or not self._moves.fills_memory:
@@ -138,21 +138,21 @@ class EngineMemory:
                 self._moves.shrink()
 
     def hold_residents(self, holder: object) -> None:
-        """As long as `holder` lives, or until it releases them, no experts move by themselves:
-        its copies of experts use the memory."""
+        """Keep experts from moving by themselves as long as `holder` lives, or until it releases
+        them: its copies of experts use the memory."""
         self._moves.holders.add(holder)
 
     def release_residents(self, holder: object) -> None:
         self._moves.holders.discard(holder)
 
     def close(self) -> None:
-        """The engine was closed: the others get this model's budget."""
+        """Give this model's budget to the others, after the engine was closed."""
         MEMORY_LIMITS.lift(self)
 
     # -- in words -----------------------------------------------------------------------------
 
     def describe(self, balance: Balance | None) -> str:
-        """One line: the mode and where everything is."""
+        """One line: the mode, and the place of everything."""
         placement, store, resident = self._placement, self._store, sum(self._store.residents)
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         ranks = self._part.ranks

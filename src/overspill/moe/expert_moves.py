@@ -30,8 +30,8 @@ _SWAPPED_BYTES = 1 << 30  # of experts that are swapped before one pass
 
 
 class ExpertMoves:
-    """Changes which experts live on the device, between steps. Its methods are called
-    under the engine's lock."""
+    """Moves experts to the device and away from it, between steps. Its methods are called under the
+    engine's lock."""
 
     def __init__(
         self,
@@ -53,29 +53,30 @@ class ExpertMoves:
         self._user: MemoryUser | None = None
         self._residency: Residency | None = None
         self.holders: WeakSet[object] = WeakSet()
-        """While there are some, no experts move by themselves, neither to use memory nor to follow
+        """Objects that keep experts from moving by themselves, either to use memory or to follow
         usage."""
         self.total = len(store.entries)
-        self._most_sums = self.total
+        self.most_sums = self.total
+        """The most gradients that are accumulated at a time."""
         self.count = 0
-        """How often experts have moved."""
+        """The number of times that experts have moved."""
         self._stream_if_needed(sum(store.residents))
 
     def _stream_if_needed(self, resident: int) -> None:
-        """Experts that are not resident need slots and threads."""
+        """Start streaming if not all experts are resident: the others need slots and threads."""
         if resident < self.total:
             self._streaming.start(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
-        """Waits until every transfer and update has ended."""
+        """Wait until every transfer and update has ended."""
         self._streaming.wait()
         self._residents.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
 
     def set_residents(self, counts: Sequence[int]) -> None:
-        """Sets how many experts of each layer live on the device. Raises BudgetError if
-        host memory and disk have no room for those that leave it."""
+        """Set the number of resident experts of each layer. Raises BudgetError if host memory and
+        disk have no room for experts that leave the device."""
         counts, n_local = list(counts), self._store.experts.n_local
         if len(counts) != self._store.n_layers or not all(0 <= n <= n_local for n in counts):
             raise ConfigError(
@@ -98,8 +99,8 @@ class ExpertMoves:
                     self._records.move_to_device(layer, count)
 
     def swap(self, swaps: Sequence[Swap]) -> None:
-        """Swaps resident experts and streamed ones of the same layer, before experts have
-        optimizer states."""
+        """Swap resident experts and streamed ones of the same layer, before experts have optimizer
+        states."""
         if not swaps:
             return
         with self._change():
@@ -109,7 +110,7 @@ class ExpertMoves:
             for swap in swaps:
                 self._records.swap(*swap)
                 with self._store.lock:
-                    streaming.compute.cursor.swap(*swap)
+                    streaming.compute.cursor.counts_ahead.swap(*swap)
 
     def _check_swaps(self, swaps: Sequence[Swap]) -> None:
         if self._residents.has_states:
@@ -164,7 +165,7 @@ class ExpertMoves:
     # -- to use the memory of the device ----------------------------------------------------------
 
     def fill_memory(self, memory: DeviceMemory, budget: int, user: MemoryUser) -> None:
-        """From now on lets as many experts live on the device as `budget` allows. `user` is the
+        """Let as many experts live on the device as `budget` allows, from now on. `user` is the
         model among those that share the device."""
         planned = sum(self._store.residents) == self._placement.residents  # with their states
         if self._gradients is not None:
@@ -178,14 +179,15 @@ class ExpertMoves:
         return self._residency is not None
 
     def shrink(self) -> None:
-        """Another model gets memory: experts that are too many leave the device, if not in the
+        """Move experts that are too many away from the device, for another model, if not in the
         middle of a step."""
         in_step = self._training is not None and self._training.states.has_gradients
         if self._residency is not None and not in_step:
             self._residency.shrink()
 
     def reserve(self, keep: bool) -> None:
-        """Resident experts will need memory for states, and with `keep` for kept gradients."""
+        """Reserve memory of the device for states of resident experts, and with `keep` for kept
+        gradients."""
         if self._residency is None or self._training is None or self._training.states.has_gradients:
             return
         gradients = self._training.gradients
@@ -212,14 +214,6 @@ class ExpertMoves:
             if self._gradients is not None:
                 self._gradients.set_on_device(share.gradients)
 
-    @property
-    def most_sums(self) -> int:
-        """The most gradients that are accumulated at a time."""
-        return self._most_sums
-
-    def limit_sums(self, most: int) -> None:
-        self._most_sums = most
-
     def bytes_each(self) -> BytesEach:
         weights, gradients = self._store.layout.weight_bytes, self._gradients
         if gradients is None:
@@ -232,8 +226,8 @@ class ExpertMoves:
         )
 
     def _resident_bytes(self, states: bool, keep: bool) -> int:
-        """What an expert needs that lives on the device: its record, its kept gradient, and its
-        share of the gradients of a layer while they are made."""
+        """Bytes of a resident expert: its record, its kept gradient, and its share of the gradients
+        of a layer while they are made."""
         layout = self._store.layout
         weights = layout.weight_bytes
         if not states:
@@ -244,7 +238,7 @@ class ExpertMoves:
     # -- before a pass ----------------------------------------------------------------------------
 
     def before_pass(self, layer_pass: LayerPass, tokens: int, follow_usage: bool) -> None:
-        """A pass through the model begins. Between two steps this is the time to move experts."""
+        """Move experts before a pass through the model that begins a step."""
         if len(self.holders):
             return
         training = self._training
@@ -266,7 +260,7 @@ class ExpertMoves:
             _log.warning("experts stay where they are: %s", error)
 
     def _follow_usage(self) -> None:
-        """Lets the experts with the most token rows of the last forward live on the device."""
+        """Make the experts with the most token rows of the last forward resident."""
         if (streaming := self._streaming.started) is None:
             return
         with self._store.lock:

@@ -13,9 +13,10 @@ from overspill.compute.dropout import RowDropout, Site
 from overspill.compute.experts import WaveGrads, wave_backward, wave_forward
 from overspill.core.experts import Phase
 from overspill.moe.code_products import without_few_rows
-from overspill.moe.compute import ExpertCompute
 from overspill.moe.engine import Engine
 from overspill.moe.layer_pass import LayerPass, Wave
+from overspill.moe.pooled_experts import PooledExperts
+from overspill.moe.streaming.cpu_experts import CpuJob
 from overspill.moe.unpacking import unpacked
 from overspill.plan.waves import row_pieces
 
@@ -40,7 +41,9 @@ class ForwardPass:
         self._compute = engine.compute
         self._compute.enter_forward(layer_pass, expert_ids_TK, phase, keep)
         _enter_adapters(layer_pass, x_TD)
-        self._on_cpu = self._compute.cpu_forward(layer_pass, x_TD)
+        self._on_cpu: CpuJob | None = None
+        if layer_pass.on_cpu:
+            self._on_cpu = self._compute.cpu.forward(layer_pass, x_TD)
         n_rows = layer_pass.rows.n_rows
         self._y_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
         if keep:
@@ -97,9 +100,11 @@ class BackwardPass:
         n_rows = layer_pass.rows.n_rows
         self._dx_RD = x_TD.new_empty(n_rows, x_TD.shape[1])
         self._drow_weight_R = weights_TK.new_empty(n_rows)
-        gradients = engine.training.place(layer_pass) if need_dw and layer_pass.on_cpu else {}
-        args = layer_pass, x_TD, dy_TD, weights_TK, gradients
-        self._on_cpu = self._compute.cpu_backward(*args)
+        self._on_cpu: CpuJob | None = None
+        if layer_pass.on_cpu:
+            gradients = engine.training.place(layer_pass) if need_dw else {}
+            args = layer_pass, x_TD, dy_TD, weights_TK, gradients
+            self._on_cpu = self._compute.cpu.backward(*args)
         self._taken = self._on_cpu is None
 
     def compute(self, positions: Collection[int] | None = None) -> None:
@@ -143,7 +148,7 @@ class BackwardPass:
         )
 
     def finish(self) -> None:
-        """After the last expert was computed."""
+        """End the pass, after the last expert was computed."""
         self._pass.kept = None
         self._take()
         if self._need_dw:
@@ -152,7 +157,7 @@ class BackwardPass:
             self._engine.training.end_backward(self._pass)
 
     def _take(self) -> None:
-        """Waits for what the CPU computes, once."""
+        """Wait for the results of the CPU, once."""
         if not self._taken:
             assert self._on_cpu is not None
             self._on_cpu.take(self._dx_RD, self._drow_weight_R)
@@ -166,9 +171,9 @@ class BackwardPass:
 
 
 def _dropout(
-    compute: ExpertCompute, layer_pass: LayerPass, site: Site, start: int, end: int
+    compute: PooledExperts, layer_pass: LayerPass, site: Site, start: int, end: int
 ) -> RowDropout | None:
-    """That of the rows [start, end) of a pass."""
+    """The dropout of the rows [start, end) of a pass."""
     if layer_pass.dropout is None:
         return None
     rows = compute.dispatcher.assignments(layer_pass.rows, start, end)
@@ -182,7 +187,7 @@ def _enter_adapters(layer_pass: LayerPass, x_TD: Tensor) -> None:
 
 
 def _with_rows(all_rows: Tensor, start: int, rows: Tensor) -> Tensor:
-    """Copies the results of a wave to their place; the results themselves if they are all."""
+    """Copy the results of a wave to their place; if they are all, return them instead."""
     if len(rows) == len(all_rows):
         return rows
     all_rows[start : start + len(rows)] = rows
@@ -199,6 +204,6 @@ def _pieces(wave: Wave, limit: int) -> list[tuple[int, int, Tensor, list[int] | 
 
 
 def _add(total: WaveGrads, grads: WaveGrads) -> WaveGrads:
-    """Adds the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
+    """Add the weight gradients of two pieces of one expert's rows, in float32 between pieces."""
     dw = tuple(a.float().add_(b) for a, b in zip(total.dw, grads.dw, strict=True))
     return WaveGrads(grads.dx_RD, dw, grads.drow_weight_R)

@@ -27,6 +27,6 @@ def out_std(n_layers: int) -> float:
 def init_expert_(
     record: Tensor, shape: ExpertShape, n_layers: int, generator: torch.Generator
 ) -> None:
-    """Fills a flat record, except its padding, in place."""
+    """Fill a flat record, except its padding, in place."""
     record[: shape.in_numel].normal_(0.0, STD, generator=generator)
     record[shape.in_numel : shape.numel].normal_(0.0, out_std(n_layers), generator=generator)

@@ -1,5 +1,6 @@
 """One pass of tokens through the experts of a layer, and the waves it is computed in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from overspill.compute.activation import Activation
 from overspill.compute.dropout import Dropout
 from overspill.compute.low_rank import NO_ADAPTERS, Adapters
 from overspill.moe.adapters import LayerAdapters
-from overspill.moe.dispatch import RowOrder
+from overspill.moe.dispatch import RoutedRows
 from overspill.parallel.row_exchange import SentRows
 
 
@@ -27,7 +28,7 @@ class LayerPass:
     activation: Activation | None = None
     dropout: Dropout | None = None  # inside the experts
     adapters: LayerAdapters | None = None  # while the layer is computed
-    order: RowOrder | None = None
+    order: RoutedRows | None = None
     sent: SentRows | None = None  # rows of other ranks too, with several
     on_cpu: frozenset[int] = frozenset()  # positions of experts that the CPU computes
     kept: Tensor | None = None  # pre-activations, if they are kept for backward
@@ -35,7 +36,7 @@ class LayerPass:
     pending: PendingBackward = field(default_factory=PendingBackward)
 
     @property
-    def rows(self) -> RowOrder:
+    def rows(self) -> RoutedRows:
         assert self.order is not None, "the pass has not been routed"
         return self.order
 
@@ -50,7 +51,8 @@ class LayerPass:
         return None if self.sent is None else self.sent.counts
 
     def group_positions(self, number: int) -> frozenset[int] | None:
-        """Where the experts of a group of token rows are now; None: the group has all of them."""
+        """The positions of the experts of a group of token rows now; None: the group has all of
+        them."""
         assert self.sent is not None
         assert self.rows.experts is not None
         if len(self.sent.groups) == 1:
@@ -91,3 +93,20 @@ class Wave:
     counts: list[int] | None
     adapters: Adapters = NO_ADAPTERS
     """The low-rank parts in their records."""
+
+    @classmethod
+    def of(
+        cls,
+        rows: RoutedRows,
+        starts: Sequence[int],
+        counts: list[int],
+        run: range,
+        weights: Tensor,
+    ) -> "Wave":
+        """The wave of the experts `run`; their weights follow each other. `starts` and `counts` are
+        those of the rows of all experts."""
+        first, stop, start = run.start, run.stop, starts[run.start]
+        ends = rows.ends_E[first:stop]
+        if start:
+            ends = ends - start
+        return cls(first, stop, start, starts[stop], weights, ends, counts[first:stop])

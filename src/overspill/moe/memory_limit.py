@@ -17,7 +17,7 @@ class MemoryUser(Protocol):
     """An engine, or a model that is being offloaded."""
 
     def device_bytes(self) -> int:
-        """What its experts and its dense part hold on the device."""
+        """Bytes of its experts and its dense part on the device."""
 
     def shrink(self) -> None:
         """Another model gets memory: lets experts leave the device that are too many now."""
@@ -34,9 +34,9 @@ class _Claim:
 
 
 class MemoryLimits:
-    """The budgets of all models of this process. Models without one share equally what the others
-    leave. Torch has one limit per device and process: the sum of the budgets of that device, so
-    that a model can use its own beside the others."""
+    """The budgets of all models of this process. Models without one share the rest equally. Torch
+    has one limit per device and process: the sum of the budgets of that device, so that a model can
+    use its own beside the others."""
 
     def __init__(self) -> None:
         self._models: dict[MemoryUser, ModelMemory] = {}
@@ -45,7 +45,7 @@ class MemoryLimits:
         self, user: MemoryUser, device: torch.device, budget: int | None, memory: DeviceMemory
     ) -> "ModelMemory":
         """A hard limit: the allocator fails rather than exceed the budgets. Without a budget the
-        model shares `memory`. Returns what the model may use of it."""
+        model shares `memory`. Returns the part of it that the model may use."""
         shared = budget is None
         most = memory.available() if budget is None else budget
         model = ModelMemory(self, user, device_index(device), most, shared, memory)
@@ -102,12 +102,12 @@ class MemoryLimits:
                 other.skip()
 
     def share(self, device: torch.device) -> int:
-        """What a model without a budget gets, that is being offloaded."""
+        """Bytes for a model without a budget that is being offloaded."""
         claims = [m for m in self.on(device_index(device)) if isinstance(m.user, _Claim)]
         return claims[0].available() if claims else CudaMemory(device).available()
 
     def limit(self, index: int) -> int:
-        """What all models of a device may use together."""
+        """Bytes that all models of a device may use together."""
         models = self.on(index)
         given = sum(model.budget for model in models if not model.shared)
         return given + max((model.budget for model in models if model.shared), default=0)
@@ -121,8 +121,8 @@ class MemoryLimits:
 
 
 class ModelMemory:
-    """The memory of a device as far as it is for one model: without what the others hold. What is
-    not known to be another's, as activations, counts for each model."""
+    """The memory of a device for one model: without that of the others. Memory that is not known to
+    be another's, such as activations, counts for each model."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ModelMemory:
         shared: bool,
         memory: DeviceMemory,
     ) -> None:
-        """A model that is `shared` has no budget of its own, but what is free."""
+        """A model that is `shared` has no budget of its own, but shares the free memory."""
         self.user = user
         self.index = index
         self.budget = budget
@@ -169,11 +169,11 @@ class ModelMemory:
         return peak
 
     def note(self) -> None:
-        """What the others hold will change."""
+        """Note the peak so far, before the memory of other models changes."""
         self._noted = max(self._noted, self._memory.peak() - self.held_by_others())
 
     def skip(self) -> None:
-        """What was reserved since `note` is no memory of this model."""
+        """Leave memory that was reserved since `note` out of the peak."""
         self._memory.peak()
 
     def shortages(self) -> int:

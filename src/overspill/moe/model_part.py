@@ -15,15 +15,15 @@ class ModelPart:
 
     layers: LayerMap
     experts: ExpertMap
-    """Of each layer."""
+    """The experts of each layer."""
     ranks: Ranks | None = None
-    """Those that divide the model; None: this process holds all of it."""
+    """The ranks that divide the model; None: this process holds all of it."""
     sharing: Sharing | None = None
-    """What ranks need that compute experts of each other; None: they do not."""
+    """Shared memory and costs of ranks that compute experts of each other; None: they do not."""
 
     @property
     def n_layers(self) -> int:
-        """Of this process."""
+        """The number of layers of this process."""
         return len(self.layers.own)
 
     @property

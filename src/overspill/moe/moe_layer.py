@@ -13,20 +13,19 @@ from overspill.compute.activation import activation_named
 from overspill.compute.experts import StackedWeights
 from overspill.core.errors import ConfigError, OrderError, OverspillError
 from overspill.core.expert_map import ExpertMap
-from overspill.core.experts import ExpertId, ExpertShape
+from overspill.core.experts import ExpertShape
 from overspill.moe.autograd import routed_experts
-from overspill.moe.data_parallel import check_ignored, refuse_replicas
+from overspill.moe.data_parallel import check_ignored
 from overspill.moe.engine import Engine
-from overspill.moe.init import STD, expert_generator, init_expert_
+from overspill.moe.init import STD
 from overspill.moe.pipeline.arguments import Arguments, check_shape, check_type, device_type
 from overspill.moe.pipeline.autograd import PassPlan, pipelined_experts
 from overspill.moe.pipeline.experts import Experts
-from overspill.moe.pipeline.link import Link
+from overspill.moe.pipeline.link import RankLink
 from overspill.moe.pipeline.speeds import measure_speeds
 from overspill.moe.pipeline.tuner import Tuner
-from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.router import Router
-from overspill.moe.state_dict import show_experts, split_record, stacked
+from overspill.moe.stacked_experts import StackedExperts
 from overspill.parallel.dense import average_gradients
 from overspill.parallel.exchange.interface import Exchange
 from overspill.plan.reuse import REUSING, STRATEGIES, Speeds, Strategy, cheapest, strategy_named
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class MoELayer(nn.Module):
+class MoELayer(StackedExperts):
     """Router and experts; returns `(output, balance_loss)`.
 
     The parameters are those of this rank's experts, `w_in` [experts, H or 2H, D] and `w_out`
@@ -83,55 +82,40 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
         arguments = Arguments(
             d_model, d_hidden, num_experts, top_k, pipeline, memory_reuse, activation, gated,
             partitions, strategy, type(exchange).__name__, dtype, device_type(device), seed,
         )  # fmt: skip
-        self._link = Link(mesh, exchange)
-        self.seed = self._link.agree_on(arguments)
-        if self._link.size > num_experts:
+        link = RankLink(mesh, exchange)
+        seed = link.agree_on(arguments)
+        if link.size > num_experts:
             raise ConfigError(
-                f"{self._link.size} ranks cannot divide {num_experts} experts; give at most "
+                f"{link.size} ranks cannot divide {num_experts} experts; give at most "
                 f"{num_experts} ranks"
             )
-        self.activation = activation_named(activation, gated)
-        self.shape = ExpertShape(d_model, d_hidden, gated)
-        self.n_experts = num_experts
-        self.engine: Engine | None = None
+        shape = ExpertShape(d_model, d_hidden, gated)
+        own = ExpertMap.part(num_experts, link.rank, link.size)
+        super().__init__(shape, own, activation_named(activation, gated), seed)
+        self._link = link
         self._fixed = None if strategy is None else strategy_named(strategy)
         self._memory_reuse = memory_reuse
         self.speeds: Speeds | None = None
-        """What the choice of a strategy was based on, if it was measured."""
-        self.expert_map = ExpertMap.part(num_experts, self._link.rank, self._link.size)
+        """The measured speeds on which the choice of a strategy was based, if it was measured."""
         alone = not pipeline or not self._link.exchanges
         even = memory_reuse if self._fixed is None else self._fixed in REUSING
         self._tuner = Tuner(partitions or (1 if alone else None), even)
         self.router = Router(d_model, num_experts, top_k, device=device, dtype=dtype)
-        n_local, rows = self.expert_map.n_local, self.shape.in_rows
-        self.w_in = nn.Parameter(torch.empty(n_local, rows, d_model, device=device, dtype=dtype))
-        self.w_out = nn.Parameter(
-            torch.empty(n_local, d_model, d_hidden, device=device, dtype=dtype)
-        )
+        self._add_experts(device, dtype)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws initial weights, the same ones each time. No-op on the meta device."""
+        """Draw initial weights, the same ones each time. No-op on the meta device."""
         if self.w_in.is_meta:
             return
         generator = torch.Generator(self.router.weight.device).manual_seed(self.seed)
         self.router.weight.normal_(0.0, STD, generator=generator)
-        record = self.w_in.new_empty(self.shape.numel)
-        w_in, w_out = split_record(record, self.shape)
-        for position, index in enumerate(self.expert_map.local_ids):
-            self._init_expert(index, record)
-            self.w_in[position].copy_(w_in)
-            self.w_out[position].copy_(w_out)
-
-    def _init_expert(self, index: int, record: Tensor) -> None:
-        generator = expert_generator(self.seed, ExpertId(0, index), record.device)
-        init_expert_(record, self.shape, 1, generator)
+        self.init_experts()
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -184,12 +168,12 @@ class MoELayer(nn.Module):
             if training:
                 strategy = self._strategy(StackedWeights(w_in, w_out), exchange)
             copies = self._link.copies(exchange) if strategy.copies else None
-            plan = PassPlan(rows, self.shape, self.activation, strategy, copies, timer)
+            plan = PassPlan(rows, self.shape, self._activation, strategy, copies, timer)
             return pipelined_experts(x_TD, weights_TK, w_in, w_out, plan)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _refuse(self, error: OverspillError) -> NoReturn:
-        """Raises in a forward, here and on the ranks that wait for this one."""
+        """Raise in a forward, here and on the ranks that wait for this one."""
         if self.engine is None and self._link.size > 1:
             with contextlib.suppress(OverspillError):  # other ranks are gone, or nothing is sent
                 self._tuner.tell_failure(self.n_experts, self._link.on(self.w_in.device))
@@ -204,7 +188,7 @@ class MoELayer(nn.Module):
             elif exchange.device.type == "cpu":
                 self._fixed = STRATEGIES["S4"]
             else:
-                experts = Experts(weights, self.shape, self.activation)
+                experts = Experts(weights, self.shape, self._activation)
                 self.speeds = measure_speeds(experts, exchange, self._link.copies(exchange))
                 self._fixed = cheapest(self.shape, self.speeds, weights.w_in.itemsize)
         return self._fixed
@@ -229,9 +213,9 @@ class MoELayer(nn.Module):
         return f"{self.shape}, {self.n_experts} experts{held}, top_k={self.router.top_k}"
 
     def average_gradients(self, model: nn.Module) -> None:
-        """Replaces the gradients of `model`, without those of experts, by their mean over the ranks
-        of this layer: what DistributedDataParallel does. Must be called on all ranks, after
-        backward. No-op without a mesh."""
+        """Replace the gradients of `model`, without those of experts, by their mean over the ranks
+        of this layer, as DistributedDataParallel does. Must be called on all ranks, after backward.
+        No-op without a mesh."""
         if self.engine is not None:
             raise OrderError("overspill.AdamW averages the gradients of an offloaded model itself")
         ranks = self._link.on(self.router.weight.device).ranks
@@ -242,45 +226,7 @@ class MoELayer(nn.Module):
         dense = [p for p in model.parameters() if id(p) not in experts and p.requires_grad]
         average_gradients(ranks, dense, len(dense))
 
-    # -- offloading ---------------------------------------------------------------------------
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.w_in.dtype if self.engine is None else self.engine.dtype
-
-    @property
-    def trained(self) -> bool:
-        return self.w_in.requires_grad
-
-    def expert_parameters(self) -> list[nn.Parameter]:
-        return [self.w_in, self.w_out]
-
-    def fill(self, index: int, record: Tensor, device: torch.device) -> None:
-        """Writes the weights of one expert to its flat record; draws them if the parameters are on
-        the meta device."""
-        if index not in self.expert_map.local_ids:
-            raise ConfigError(
-                f"expert {index} is on another rank of the layer's mesh; give the same mesh to "
-                "overspill.offload"
-            )
-        if self.w_in.is_meta:
-            scratch = torch.empty_like(record, device=device)
-            self._init_expert(index, scratch)
-            record.copy_(scratch)
-            return
-        w_in, w_out = split_record(record, self.shape)
-        position = self.expert_map.position(index)
-        w_in.copy_(self.w_in[position].detach())
-        w_out.copy_(self.w_out[position].detach())
-
     def give_away(self, engine: Engine, layer: int) -> None:
-        """Replaces the parameters by a placeholder; the experts are in the engine now."""
-        self.engine = engine
-        trained = self.trained
-        del self.w_in, self.w_out
-        self.experts = ExpertPlaceholder(engine, layer, self.activation)
-        self.experts.requires_grad_(trained)
+        super().give_away(engine, layer)
         if engine.ranks is not None and engine.settings.shared_balance:
             self.router.count_all_ranks(engine.ranks.total)
-        show_experts(self, "experts", stacked(("w_in", "w_out")))
-        refuse_replicas(self)

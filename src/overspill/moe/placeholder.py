@@ -1,8 +1,8 @@
 """The parameter that takes the place of a layer's experts in an offloaded model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,29 @@ from torch import Tensor, nn
 from overspill.compute.activation import Activation
 from overspill.core.errors import ConfigError, OrderError
 from overspill.core.routing import RoutingSource
+from overspill.moe.adapters import LayerAdapters
+from overspill.moe.engine import Engine
 
-if TYPE_CHECKING:
-    from overspill.moe.adapters import LayerAdapters
-    from overspill.moe.engine import Engine
-    from overspill.moe.state_dict import Places
+
+class Place(NamedTuple):
+    """The name and index of one tensor of an expert in the plain model."""
+
+    name: str
+    expert: int | None
+    """The expert's index in a stack of all experts; None: the tensor is this expert's alone."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The expert's part of the plain model's tensor `name`."""
+        return tensor if self.expert is None else tensor[self.expert]
+
+
+Places = Callable[[int], Sequence[Place]]
+"""The places of an expert's tensors, in the order of its record."""
+
+
+def stacked(names: Sequence[str]) -> Places:
+    """The places of tensors that hold all experts of a layer."""
+    return lambda index: [Place(name, index) for name in names]
 
 
 class ExpertPlaceholder(nn.Parameter):
@@ -25,13 +43,13 @@ class ExpertPlaceholder(nn.Parameter):
     layer.
     """
 
-    engine: "Engine"
+    engine: Engine
     layer: int
     activation: Activation | None  # None: GELU or gated SiLU, by the shape of the experts
-    places: "Places | None"  # locations of an expert's tensors in a Hugging Face model
+    places: Places | None  # locations of an expert's tensors in a Hugging Face model
     drops: bool  # whether the router may drop assignments
     top_k: int | None  # experts for each token, as of the last forward
-    adapters: "LayerAdapters | None"  # for a forward that runs now
+    adapters: LayerAdapters | None  # for a forward that runs now
     is_expert_placeholder = True
     _source: RoutingSource | None
     _keeper: object
@@ -39,10 +57,10 @@ class ExpertPlaceholder(nn.Parameter):
 
     def __new__(
         cls,
-        engine: "Engine",
+        engine: Engine,
         layer: int,
         activation: Activation | None = None,
-        places: "Places | None" = None,
+        places: Places | None = None,
         drops: bool = False,
     ) -> "ExpertPlaceholder":
         data = torch.empty(0, 0, 0, dtype=engine.dtype, device=engine.device)
@@ -62,7 +80,7 @@ class ExpertPlaceholder(nn.Parameter):
 
     @property
     def source(self) -> RoutingSource | None:
-        """What selects experts instead of the model's router; None: the router does."""
+        """The routing source that replaces the model's router; None: none does."""
         return self._source
 
     @contextmanager
@@ -110,7 +128,7 @@ class ExpertPlaceholder(nn.Parameter):
             self.engine.training.drop(self.layer)
 
     def check_gradient(self) -> None:
-        """Raises if the tensor that `grad` has shown in this step was changed; waits for the device
+        """Raise if the tensor that `grad` has shown in this step was changed. Waits for the device
         if something was written to it."""
         shown, self._shown = self._shown, None
         if shown is None or shown._version == shown.made_version:
@@ -139,12 +157,12 @@ class OthersPlaceholder(nn.Parameter):
     """Represents the experts of a layer that other ranks have: parameters have the same order on
     all ranks, and checkpoints the same names. It never has a gradient."""
 
-    engine: "Engine"
-    places: "Places | None"  # as of an ExpertPlaceholder
+    engine: Engine
+    places: Places | None  # as of an ExpertPlaceholder
     is_expert_placeholder = True
     layer = None
 
-    def __new__(cls, engine: "Engine", places: "Places | None" = None) -> "OthersPlaceholder":
+    def __new__(cls, engine: Engine, places: Places | None = None) -> "OthersPlaceholder":
         data = torch.empty(0, 0, 0, dtype=engine.dtype, device=engine.device)
         self = torch.Tensor._make_subclass(cls, data, True)
         self.engine, self.places = engine, places
@@ -152,7 +170,7 @@ class OthersPlaceholder(nn.Parameter):
 
 
 def check_placeholder(found: Tensor) -> None:
-    """Raises if something has taken the place of a placeholder."""
+    """Raise if something has taken the place of a placeholder."""
     if isinstance(found, OthersPlaceholder):
         raise OrderError(
             "other ranks have the experts of this layer, in another pipeline stage; let the model "

@@ -1,13 +1,13 @@
-"""The popularity predictor of an offloaded model: which passes it sees, and who follows it."""
+"""The popularity predictor of an offloaded model: the passes that it sees, and the uploads that
+follow it."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.predictor import PREDICT_TOKENS, Observer
 from overspill.moe.stage_order import StageOrder
-from overspill.moe.streaming.lazy import LazyStreaming
-from overspill.tiers.store import ExpertStore
 
 
 class Popularity:
@@ -16,41 +16,36 @@ class Popularity:
 
     def __init__(
         self,
-        streaming: LazyStreaming,
-        store: ExpertStore,
+        experts: PooledExperts,
         stage_order: StageOrder,
         predicts: Callable[[], bool],
     ) -> None:
         """`predicts` says whether uploads follow predictions; decoding steps may have a predictor
         of their own."""
-        self._streaming = streaming
-        self._store = store
+        self._experts = experts
         self._stage_order = stage_order
         self._predicts = predicts
         self.observer: Observer | None = None
-        """None: there is no predictor, or no forward yet."""
+        """The predictor's learner; None without a predictor, and before the first forward."""
         self.new_observer: Callable[[], Observer | None] = lambda: None
-        """Makes it for the first forward, when the weights of the gates are there."""
+        """Makes the observer at the first forward, when the gates have weights."""
 
     def observe(self, layer: int, x_TD: Tensor, expert_ids_TK: Tensor) -> None:
-        """A forward has routed the tokens of a layer. Called before the host waits for the counts
-        of this routing: what is predicted is known when they are."""
+        """Learn from the routing of a layer's tokens, and predicts that of later layers. Called
+        before the host waits for the counts of this routing: predictions are there when they
+        are."""
         predicts = self._predicts()
         if predicts and self.observer is None:
             self.observer = self.new_observer()
         if self.observer is None or not len(x_TD):
             return
         self.observer.observe(layer, x_TD, expert_ids_TK, self._stage_order.visit)
-        streaming = self._streaming.started
-        if (
-            not predicts
-            or streaming is None
-            or sum(self._store.residents) == len(self._store.entries)
-        ):
+        streamer = self._experts.streamer if predicts else None
+        if streamer is None:
             return
         every = -(-len(x_TD) // PREDICT_TOKENS)
         for later, distance in self.observer.later_layers(layer):
-            if streaming.compute.wants_prediction(later):
+            if streamer.wants_prediction(later):
                 args = x_TD[::every], distance, expert_ids_TK.shape[1]
                 ids_NK = self.observer.predictor.predict(layer, *args)
-                streaming.compute.predict(later, ids_NK, len(x_TD) / len(ids_NK))
+                streamer.predict(later, ids_NK, len(x_TD) / len(ids_NK))

@@ -1,4 +1,5 @@
-"""The popularity predictor: which experts later layers will choose for the tokens of this one.
+"""The popularity predictor: predicts the experts that later layers will choose for the tokens of
+this one.
 
 A linear map for each MoE layer and distance, with the structure of a gate. It reads what the gate
 of its layer reads, starts as a copy of the gate of a later layer, and learns from the routing of
@@ -33,26 +34,26 @@ _FADING = 4096
 """Tokens after which steps have become shorter, and over which channels are averaged."""
 _SHORTEST = 0.1
 _OF_CURVATURE = 0.5
-"""Of the step to the minimum along its direction, at most."""
+"""The largest step, as a share of the step to the minimum along its direction."""
 _JUDGED = 8192
 """Accuracies are those over about so many tokens."""
 _SCALES = range(-6, 10)
 """Exponents of the powers of two that a copied gate may be multiplied by."""
 _SMALL = 1e-12
 _LARGE = 1e4
-"""Of an activation, beyond which it is cut off."""
+"""The largest absolute value of an activation; larger ones are cut off."""
 
 
 class Gate(NamedTuple):
-    """What a layer's gate computes its logits with."""
+    """The parameters from which a layer's gate computes its logits."""
 
     weight_ED: Tensor
     bias_E: Tensor | None = None
 
 
 class Accuracy(NamedTuple):
-    """How well the experts of layers some layers ahead were predicted lately, on tokens that had
-    not been learned from yet."""
+    """Accuracy of recent predictions for layers some layers ahead, on tokens that had not been
+    learned from yet."""
 
     tokens: float
     """Share of the experts of a token that were predicted for it."""
@@ -72,7 +73,7 @@ class Predictor:
         device: torch.device,
         distances: Sequence[int] = (1, 2),
     ) -> None:
-        """`gates` are those of the layers, lowest first, or None where all is to be learned."""
+        """`gates` has the gates of the layers, lowest first, or None where all is to be learned."""
         self.n_layers, self.n_experts = len(gates), n_experts
         self.distances = [distance for distance in distances if distance < len(gates)]
         self.device = device
@@ -95,7 +96,7 @@ class Predictor:
             on_gpu = device.type == "cuda"
             self._known_A4 = torch.zeros(len(self.distances), 4, pin_memory=on_gpu)
         self.learned_tokens = 0
-        """Of a layer, with those of earlier runs that were loaded."""
+        """Tokens of a layer, with those of earlier runs that were loaded."""
         self._n_seen = [0] * len(gates)  # tokens of each layer, for the mean and the variance
         self._copied = {  # maps that have learned nothing yet
             (a, source)
@@ -112,9 +113,9 @@ class Predictor:
 
     @torch.no_grad()
     def learn(self, first: int, x_LND: Sequence[Tensor], ids_LNK: Sequence[Tensor]) -> None:
-        """Judges the predictions for these tokens, then learns from them. The inputs and the
-        experts of the same tokens in consecutive layers from `first` on; an id of `n_experts`
-        stands for no expert. Nothing waits for the device."""
+        """Judge the predictions for these tokens, then learns from them. The inputs and the experts
+        of the same tokens in consecutive layers from `first` on; an id of `n_experts` stands for no
+        expert. Nothing waits for the device."""
         n_tokens, d_model = x_LND[0].shape
         # several layers at once, as far as copies of their inputs take little memory
         size = max(1, _ONCE // (4 * n_tokens * d_model))
@@ -199,8 +200,8 @@ class Predictor:
         scores_4[3] += n * n_layers
 
     def accuracies(self) -> dict[int, Accuracy]:
-        """By distance; empty if nothing was learned from. Waits for nothing: the last batches may
-        not be in it."""
+        """The accuracy by distance; empty if nothing was learned from. Does not wait for the
+        device: the last batches may not be in it."""
         found = {}
         for a, (hits, uses, rare, all_rare) in zip(
             self.distances, self._known_A4.tolist(), strict=True
@@ -242,9 +243,9 @@ def _chosen(ids_LNK: Tensor, n_experts: int) -> Tensor:
 
 
 def _best_scale(logits_LNE: Tensor, chosen_LNE: Tensor) -> Tensor:
-    """The power of two for each layer with which these logits tell best what was chosen. A gate
-    whose logits are small is right about the order of experts, and would learn to be certain at the
-    expense of it."""
+    """The power of two for each layer with which these logits predict the chosen experts best. A
+    gate whose logits are small is right about the order of experts, and would learn to be certain
+    at the expense of it."""
     target_LNE = chosen_LNE / chosen_LNE.sum(-1, keepdim=True).clamp(min=1)
     losses = [
         -((2.0**exponent * logits_LNE).log_softmax(-1) * target_LNE).sum((1, 2))
@@ -263,7 +264,7 @@ def _among_fewest(rows_LE: Tensor, n: int) -> Tensor:
 
 
 class _Stopwatch:
-    """How long the device, or the host if that takes longer, was busy with something."""
+    """Time that the device, or the host if that is longer, was busy with a task."""
 
     def __init__(self, device: torch.device) -> None:
         self._began = time.perf_counter()
@@ -279,7 +280,7 @@ class _Stopwatch:
             self._events[1].record()
 
     def seconds(self) -> float | None:
-        """None while the device has not come so far."""
+        """The time; None until the device has reached the end."""
         if not self._events:
             return self._host
         if not self._events[1].query():

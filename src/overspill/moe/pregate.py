@@ -29,6 +29,7 @@ from overspill.core.errors import ConfigError, OrderError
 from overspill.moe import pregate_cover
 from overspill.moe.autograd_state import graph_task, in_function
 from overspill.moe.decoding import current_decoder
+from overspill.moe.dense_weights import read_in_place
 from overspill.moe.placeholder import ExpertPlaceholder
 
 _CARRIED = "_overspill_carried"
@@ -45,7 +46,7 @@ class ChainKey:
 
 @dataclass(eq=False)
 class GatePosition:
-    """What a gate knows of its chain; its attribute `pregating`."""
+    """The place of a gate in its chain; the attribute `pregating` of the gate."""
 
     key: ChainKey
     level: int
@@ -72,8 +73,8 @@ class ChainGate:
     read_ids: "IdsReader"
 
     def own_input(self, hidden: Tensor) -> Tensor:
-        """What the gate computes on instead of `hidden`, the input of another gate, which is not
-        called yet: each of the two may change its input in place."""
+        """The input of this gate, given `hidden`, that of another gate which is not called yet:
+        each of the two may change its input in place."""
         return hidden.clone() if self.gate.training and _has_jitter(self.gate) else hidden
 
     def compute(self, given: dict[str, Any], hidden: Tensor) -> Any:
@@ -84,7 +85,7 @@ class ChainGate:
             for name in self.arguments[1:]
             if name in given or hasattr(self.block, name)
         }
-        with _PASSES.at_pregate():
+        with read_in_place():  # the gate is small, and of another block
             return plain_forward(self.gate)(hidden, **others)
 
 
@@ -102,7 +103,7 @@ class Chain:
         pregate_cover.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Chain":
-        """Of a copy of the model."""
+        """The chain of a copy of the model."""
         return Chain(copy.deepcopy(self.key, memo), self.level, copy.deepcopy(self.gates, memo))
 
     @property
@@ -112,7 +113,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class GatedBlock:
-    """Where a model has an MoE block: in a layer of a stack."""
+    """An MoE block and its place in a model: a layer of a stack."""
 
     path: str
     stack: nn.Module
@@ -125,7 +126,7 @@ class GatedBlock:
 
 
 def install(blocks: Sequence[GatedBlock], level: int) -> None:
-    """Gives the blocks of one chain pre-gates; all was checked."""
+    """Give the blocks of one chain pre-gates; all was checked."""
     key = ChainKey()
     gates = tuple(
         ChainGate(each.gate, each.block, each.experts, each.arguments, each.read_ids)
@@ -153,11 +154,6 @@ def install(blocks: Sequence[GatedBlock], level: int) -> None:
         replace_forward(stack, _run_stack, keep_module=True)
 
 
-def computes_pregate() -> bool:
-    """Whether this thread computes a pre-gate, a module of a later block than the current one."""
-    return _PASSES.computes_pregate
-
-
 def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]:
     """Path, gate and position of all gates of chains with pre-gates."""
     for path, module in model.named_modules():
@@ -170,9 +166,9 @@ def positions(model: nn.Module) -> Iterator[tuple[str, nn.Module, GatePosition]]
 
 
 def replace_forward(module: nn.Module, around: Any, keep_module: bool = False) -> None:
-    """Makes `module.forward` call `around(module, plain forward, args, kwargs)`. The class is
+    """Make `module.forward` call `around(module, plain forward, args, kwargs)`. The class is
     replaced by a subclass, so that copies of the module work too. With `keep_module` it has the
-    name of the class and its module, by which transformers finds what it knows of a model."""
+    name of the class and its module, by which transformers finds its entries for a model."""
     own = vars(module).pop("forward", None)
     if own is not None:
         vars(module)[_OWN_FORWARD] = own
@@ -223,7 +219,7 @@ def _refuse_replica(gate: nn.Module) -> NoReturn:
 # -- passes --------------------------------------------------------------------------------------
 
 
-class _Pass:
+class _ChainPass:
     """A forward through a chain, or the recomputation of one of its blocks."""
 
     def __init__(self, chain: Chain, values: dict[int, Any], recomputed: bool = False) -> None:
@@ -263,22 +259,13 @@ class _Pass:
         return {number: map_tensors(value, _without_graph) for number, value in found.items()}
 
 
-class _Passes(threading.local):
-    """Of this thread, the innermost one last."""
+class _ChainPasses(threading.local):
+    """The passes of this thread, the innermost one last."""
 
     def __init__(self) -> None:
-        self.running: list[_Pass] = []
-        self.computes_pregate = False
+        self.running: list[_ChainPass] = []
 
-    @contextmanager
-    def at_pregate(self) -> Iterator[None]:
-        self.computes_pregate = True
-        try:
-            yield
-        finally:
-            self.computes_pregate = False
-
-    def current(self, key: ChainKey) -> _Pass | None:
+    def current(self, key: ChainKey) -> _ChainPass | None:
         """The pass that a call belongs to; None if it is a recomputation, or none is running."""
         for each in reversed(self.running):
             if each.task != graph_task():
@@ -288,7 +275,7 @@ class _Passes(threading.local):
         return None
 
     @contextmanager
-    def run(self, passes: Sequence[_Pass]) -> Iterator[None]:
+    def run(self, passes: Sequence[_ChainPass]) -> Iterator[None]:
         before = len(self.running)
         self.running += passes
         try:
@@ -297,14 +284,14 @@ class _Passes(threading.local):
             del self.running[before:]
 
 
-_PASSES = _Passes()
+_PASSES = _ChainPasses()
 
 Notes = dict[ChainKey, tuple[Chain, dict[int, Any]]]
-"""What the gates of a block take, by chain, for a recomputation of the block."""
+"""Results that the gates of a block take, by chain, for a recomputation of the block."""
 
 
 def notes_of(tensor: Tensor) -> Notes:
-    """Those attached to the input of a block."""
+    """The notes attached to the input of a block."""
     notes: Notes = vars(tensor).setdefault(_CARRIED, {})
     return notes
 
@@ -320,7 +307,7 @@ class NotedCopy:
 
 
 _COPIES: weakref.WeakValueDictionary[int, NotedCopy] = weakref.WeakValueDictionary()
-"""By their address."""
+"""Copies by their address."""
 
 
 def _notes_for_recomputation(hidden: Tensor) -> Notes:
@@ -336,12 +323,12 @@ of a stack."""
 
 
 def results_ahead() -> Ahead:
-    """Those of the pass that runs in this thread."""
+    """The results of the pass that runs in this thread."""
     return [each.ahead() for each in _PASSES.running]
 
 
 def put_ahead(results: Ahead) -> None:
-    """Gives the running pass the results of an earlier one, which has ended before their blocks."""
+    """Give the running pass the results of an earlier one, which has ended before their blocks."""
     for each, found in zip(_PASSES.running, results, strict=True):
         for number, value in found.items():
             each.put(number, value)
@@ -354,7 +341,7 @@ def _run_stack(stack: Any, plain: Callable[..., Any], args: Any, kwargs: Any) ->
                 raise _replaced(each)
     if torch.is_grad_enabled():
         pregate_cover.note(stack)
-    with _PASSES.run([_Pass(chain, {}) for chain in stack.pregate_chains]):
+    with _PASSES.run([_ChainPass(chain, {}) for chain in stack.pregate_chains]):
         return plain(*args, **kwargs)
 
 
@@ -382,7 +369,7 @@ def _enter(module: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> An
         return plain(*args, **kwargs)
     found = [note for key, note in _notes_for_recomputation(hidden).items() if key in keys]
     recomputed = [
-        _Pass(chain, {n: map_tensors(v, _again) for n, v in carried.items()}, recomputed=True)
+        _ChainPass(chain, {n: map_tensors(v, _again) for n, v in carried.items()}, recomputed=True)
         for chain, carried in found
     ]
     with _PASSES.run(recomputed):
@@ -404,26 +391,26 @@ def _ask_gate(gate: Any, plain: Callable[..., Any], args: Any, kwargs: Any) -> A
         routing = later.compute(given, hidden)
         running.put(number, routing)
         if not torch.is_grad_enabled():
-            _announce(later, routing)
+            _hint(later, routing)
     return result
 
 
-def _announce(gate: ChainGate, routing: Any) -> None:
-    """Experts of a later block are known: they are uploaded, or read, meanwhile."""
+def _hint(gate: ChainGate, routing: Any) -> None:
+    """Let the experts of a later block be uploaded, or read, meanwhile."""
     experts = gate.experts.parameters()
     placeholder = next((p for p in experts if isinstance(p, ExpertPlaceholder)), None)
     if placeholder is None or placeholder.source is not None:
         return
     ids = gate.read_ids(gate, routing)
     if (decoder := current_decoder()) is not None:
-        decoder.announce(placeholder, ids)
+        decoder.hint(placeholder, ids)
     else:
-        placeholder.engine.announce(placeholder.layer, ids)
+        placeholder.engine.hint(placeholder.layer, ids)
 
 
 def check_selected(experts: nn.Module, selected: Tensor) -> None:
-    """Raises if a block calls its experts with other ids (or another mask) than those in the result
-    of its pre-gate, from which the experts were announced."""
+    """Raise if a block calls its experts with other ids (or another mask) than those in the result
+    of its pre-gate, from which experts were uploaded ahead."""
     chosen_by = vars(experts).get(_CHOSEN_BY)
     if chosen_by is None or torch.compiler.is_compiling():
         return
@@ -491,7 +478,7 @@ def _no_pass(position: GatePosition) -> OrderError:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Applies a function to the tensors that a gate returns."""
+    """Apply a function to the tensors that a gate returns."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -505,8 +492,8 @@ def _without_graph(value: Tensor) -> Tensor:
 
 
 def _again(carried: Tensor) -> Tensor:
-    """For a recomputation, which must save what the forward has saved. Not a leaf, since the block
-    may change it in place."""
+    """Return the value for a recomputation, which must save the same tensors as the forward. Not a
+    leaf, since the block may change it in place."""
     return carried.clone() if carried.requires_grad else carried
 
 

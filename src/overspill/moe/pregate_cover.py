@@ -1,5 +1,5 @@
-"""Which parameters of optimizers are pre-gates. Refuses to train a model with pre-gates that no
-optimizer updates.
+"""Check of the parameters of optimizers for pre-gates. Refuses to train a model with pre-gates that
+no optimizer updates.
 
 Checked once for each optimizer of torch, before its second step: an optimizer for the pre-gates may
 be another one, which has taken its first step by then.

@@ -16,48 +16,56 @@ from overspill.plan.exchange_groups import Rows, check_groups, choose_groups, di
 from overspill.tiers.store import ExpertStore
 
 
-class Now(NamedTuple):
-    """What may change between passes."""
+class PassConditions(NamedTuple):
+    """Settings and free memory, which may change between passes."""
 
     settings: Settings
     free_memory: int
-    """Of the device, in bytes."""
+    """Free bytes of the device."""
 
 
 class RankRows:
-    """Which rank computes which rows, in which groups they travel, and whether those of others are
-    kept for backward. All ranks enter each method."""
+    """Assignment of token rows to ranks, the groups in which they travel, and the choice whether
+    received rows are kept for backward. All ranks enter each method."""
 
     def __init__(
-        self, exchange: Exchange, store: ExpertStore, placer: RowPlacer, now: Callable[[], Now]
+        self,
+        exchange: Exchange,
+        store: ExpertStore,
+        placer: RowPlacer,
+        conditions: Callable[[], PassConditions],
     ) -> None:
-        self._store, self._placer, self._now = store, placer, now
+        self._store, self._placer, self._conditions = store, placer, conditions
         self._device = exchange.device
         self._n_experts = store.experts.n_global
         self.exchange = RowExchange(exchange, self._n_experts, placer.place, self._divide)
         layout = store.layout
         self._received = ReceivedRows(exchange, layout.shape, layout.dtype)
         self._n_ranks = exchange.size
-        self.check(now().settings)
+        self.check(conditions().settings)
 
     def check(self, settings: Settings) -> None:
-        """Raises for settings that an exchange does not support."""
+        """Raise for settings that an exchange does not support."""
         if settings.popularity == "learned":
             raise ConfigError("an exchange does not support popularity='learned'; leave one out")
         check_groups(settings.exchange_groups, self._n_experts, self._n_ranks)
 
     def route(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
-        """Tells all ranks which rows they get."""
+        """Tell all ranks which rows they get."""
         experts, own = self._store.maps[layer], self._store.experts.local_ids
         positions = () if experts.in_order else [*map(experts.position, own)]
-        rows = self.exchange.route(expert_ids_TK, self._store.versions(layer), positions)
-        self._store.expect(layer, rows.versions)
+        store = self._store
+        with store.lock:  # the versions that updates which have begun will give the experts
+            versions = [entry.version for entry in store.layer_entries(layer)]
+        rows = self.exchange.route(expert_ids_TK, versions, positions)
+        with store.lock:
+            store.remote_experts.expect(layer, rows.versions)
         return rows
 
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
         """The groups of experts whose token rows travel together. On a CPU nothing runs beside the
         exchange; CPU experts begin when all rows are there."""
-        settings = self._now().settings
+        settings = self._conditions().settings
         n = 1 if settings.cpu_experts else settings.exchange_groups
         if n is None:
             n = 1 if self._device.type == "cpu" else choose_groups(rows_GE)
@@ -67,7 +75,7 @@ class RankRows:
         """Whether token rows that a training pass has received stay on the device until its
         backward."""
         assert layer_pass.sent is not None
-        store, now = self._store, self._now()
+        store, now = self._store, self._conditions()
         n_streamed = -(-(len(store.entries) - sum(store.residents)) // store.n_layers)
         return self._received.keeps(
             now.settings.received_rows,
@@ -80,5 +88,5 @@ class RankRows:
 
     @property
     def balance(self) -> Balance | None:
-        """How evenly token rows were spread over ranks, lately."""
+        """Distribution of token rows over ranks in the last passes."""
         return self._placer.balance()

@@ -1,4 +1,4 @@
-"""Whether token rows that forward has received stay on the device until backward.
+"""The choice whether token rows that forward has received stay on the device until backward.
 
 Else other ranks send them again. Keeping them saves one of the five exchanges of a layer and takes
 memory that experts could have, so it is chosen where the exchange takes longest by measured speeds
@@ -28,7 +28,7 @@ class ReceivedRows:
         self._dtype = dtype
         self._chosen: Restore | None = None
         self.speeds: Speeds | None = None
-        """What the choice was based on, if it was measured."""
+        """The speeds on which the choice was based, if they were measured."""
 
     def keeps(
         self, setting: str, rows: int, n_layers: int, streamed: int, trained: bool, free: int

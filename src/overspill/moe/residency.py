@@ -40,17 +40,17 @@ class MovableExperts(Protocol):
 
     @property
     def total(self) -> int:
-        """How many there are."""
+        """The number of experts."""
 
     @property
     def share(self) -> DeviceShare:
-        """What is on the device."""
+        """Experts and gradients on the device."""
 
     def set_share(self, share: DeviceShare) -> None:
-        """Moves experts and gradients, between steps."""
+        """Move experts and gradients, between steps."""
 
     def bytes_each(self) -> BytesEach:
-        """What they need there now."""
+        """Bytes that each of them needs on the device now."""
 
     @property
     def most_sums(self) -> int:
@@ -72,7 +72,7 @@ class _Observed:
 
 
 class Residency:
-    """Decides how many experts live on the device, before each pass through the model."""
+    """Decides on the number of resident experts before each pass through the model."""
 
     def __init__(
         self, memory: DeviceMemory, budget: int, experts: MovableExperts, planned_bytes: int = 0
@@ -113,7 +113,7 @@ class Residency:
         self._idle = self._memory.allocated()
 
     def shrink(self) -> None:
-        """Another model gets memory now: experts leave that are too many."""
+        """Move experts that are too many away, for another model."""
         self._adjust(larger=True, fill=False)
 
     def _observe(self, activations: int) -> None:
@@ -171,8 +171,8 @@ class Residency:
                 self._move(DeviceShare(remaining))
 
     def begin_again(self) -> None:
-        """The next passes need other memory than those that were observed, as with an optimizer
-        that clips and one that does not: experts return as these were."""
+        """Begin to observe anew, because the next passes need other memory, as with an optimizer
+        that clips and one that does not: experts return to their first number."""
         self._observed.clear()
         self._passes = 0
         if self._experts.share.experts > self._at_first:

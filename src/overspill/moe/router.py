@@ -49,11 +49,11 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def count_all_ranks(self, total: Total) -> None:
-        """From now on the balance loss counts the assignments of all ranks."""
+        """Let the balance loss count the assignments of all ranks from now on."""
         self._total = total
 
     def forward(self, x_TD: Tensor, pieces: int = 1) -> RouterOutput:
-        """Routes tokens that consist of `pieces` consecutive micro-batches."""
+        """Route tokens that consist of `pieces` consecutive micro-batches."""
         probs_TE = wide_linear(x_TD, self.weight).softmax(-1)
         weights_TK, expert_ids_TK = probs_TE.topk(self.top_k, dim=-1)
         if self.normalize:

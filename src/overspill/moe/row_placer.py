@@ -1,4 +1,4 @@
-"""Which rank computes which token rows of a layer, and how even that is."""
+"""Assignment of the token rows of a layer to ranks, and its balance."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _WINDOW = 256  # passes that are averaged
 
 @dataclass(frozen=True)
 class Sharing:
-    """What ranks need that compute experts of each other."""
+    """Shared memory and costs of ranks that compute experts of each other."""
 
     shared: SharedExperts
     costs: PlacementCosts  # the same on all ranks
@@ -32,11 +32,11 @@ class Balance(NamedTuple):
     """Token rows that ranks computed in the last passes through layers."""
 
     rows: list[int]
-    """Of each rank."""
+    """Rows of each rank."""
     placed: float
     """The most of a rank over the mean, as mean over passes."""
     static: float
-    """The same if owners had computed all rows of their experts."""
+    """The same figure if owners had computed all rows of their experts."""
 
     def __str__(self) -> str:
         rows = " ".join(f"{count:,}" for count in self.rows)
@@ -51,7 +51,7 @@ class RowPlacer:
     same."""
 
     def __init__(self, n_ranks: int, costs: PlacementCosts | None) -> None:
-        """Without `costs` owners compute their experts."""
+        """If `costs` is None, owners compute their experts."""
         self._n_ranks = n_ranks
         self._costs = costs
         self._last: deque[tuple[Rows, float, float]] = deque(maxlen=_WINDOW)
@@ -68,7 +68,7 @@ class RowPlacer:
         return rows_GE
 
     def balance(self) -> Balance | None:
-        """None before the first pass."""
+        """The balance of the last passes; None before the first."""
         if not self._last:
             return None
         rows, placed, static = zip(*self._last, strict=True)

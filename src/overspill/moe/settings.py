@@ -40,9 +40,9 @@ class Switches:
     """With CPU experts: also those that are trained; the CPU forms the gradients of their weights
     in host memory."""
     popularity: Annotated[str, ("history", "learned")] = "history"
-    """How the token rows of experts of later layers are expected, for uploads ahead and the split
-    between CPU and GPU: as in the last batches (history), or by a predictor that learns from the
-    routing (learned), where it is closer."""
+    """Source of the token rows that experts of later layers are expected to get, for uploads ahead
+    and the split between CPU and GPU: as in the last batches (history), or by a predictor that
+    learns from the routing (learned), where it is closer."""
     placement: Annotated[str, ("auto", "static", "dynamic")] = "auto"
     """With several ranks, which one computes an expert: its owner (static), or any, by the routing
     of each batch (dynamic), which needs all experts in host memory; auto: static if experts may
@@ -65,7 +65,7 @@ class RoutingFix:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Switches, RoutingFix):
-    """The switches of the engine. Each technique can be turned off to measure what it gains."""
+    """The switches of the engine. Each technique can be turned off to measure its gain."""
 
     shared_balance: bool = False
     """With several ranks, balance losses of a `GPTMoE` count the tokens of all of them, so that the
@@ -84,7 +84,8 @@ class Settings(Switches, RoutingFix):
     """In serving, let prompts copy experts that decoding keeps on the GPU from there, instead of
     uploading them again."""
     max_rows: Count | None = None
-    """Token rows that are computed at once on the device; left out: what the budget allows."""
+    """Token rows that are computed at once on the device; left out: as many as the budget
+    allows."""
     cpu_policy: CpuPolicy | None = None
     """Chooses the experts of a pass that the CPU computes, instead of measured costs; for tests."""
     inject: Callable[[str], Any] | None = None
@@ -110,7 +111,7 @@ class Settings(Switches, RoutingFix):
             )
 
     def check_model(self, model_type: str) -> None:
-        """Raises if a setting is for another model."""
+        """Raise if a setting is for another model."""
         if self.fix_nllb_routing and model_type != "nllb-moe":
             raise ConfigError(
                 f"fix_nllb_routing is for nllb-moe, this model is {model_type}; leave it out "

@@ -1,4 +1,4 @@
-"""Where a model is whose micro-batches pass it in stages, as far as the engine needs to know."""
+"""The current stage and micro-batch of a model that is passed in stages, for the engine."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -27,14 +27,14 @@ class StageOrder:
         self._visit: StageVisit | None = None
 
     def plan(self, stages: Sequence[range]) -> None:
-        """Micro-batches pass these layers in turn: only gradients of one stage are accumulated at a
-        time. Without stages, those of the whole model."""
+        """Set the layers that micro-batches pass in turn: only gradients of one stage are
+        accumulated at a time. Without stages, those of the whole model."""
         layers = max((len(stage) for stage in stages), default=self._store.n_layers)
         with self._lock:
-            self._moves.limit_sums(layers * self._store.experts.n_local)
+            self._moves.most_sums = layers * self._store.experts.n_local
 
     def follow(self, visit: StageVisit | None) -> None:
-        """The next passes are those of a micro-batch in a stage; None: of a whole model."""
+        """Set the stage and the micro-batch of the next passes; None: a whole model."""
         with self._lock:
             self._visit = visit
             if (streaming := self._streaming.started) is not None:

@@ -1,7 +1,7 @@
 """State dicts of offloaded models, with the names and shapes of the plain model."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,27 +11,7 @@ from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import available_memory
 from overspill.moe.lazy_tensor import LazyTensor
-from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
-
-
-class Place(NamedTuple):
-    """Where the plain model has one tensor of an expert."""
-
-    name: str
-    expert: int | None
-    """The expert's index in a stack of all experts; None: the tensor is this expert's alone."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The expert's part of the plain model's tensor `name`."""
-        return tensor if self.expert is None else tensor[self.expert]
-
-
-Places = Callable[[int], Sequence[Place]]
-"""The places of an expert's tensors, in the order of its record."""
-
-
-def stacked(names: Sequence[str]) -> Places:
-    return lambda index: [Place(name, index) for name in names]
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder, Place, Places
 
 
 class PartialStack:
@@ -54,13 +34,13 @@ class PartialStack:
         return expert in self._pieces
 
     def write(self, expert: int, part: Tensor) -> None:
-        """Copies the pieces of an expert into its tensor."""
+        """Copy the pieces of an expert into its tensor."""
         for start, piece in self._pieces.get(expert, ()):
             part[start : start + len(piece)].copy_(piece)
 
 
 def show_experts(module: nn.Module, attribute: str, places: Places, lazy: bool = False) -> None:
-    """Makes `module.state_dict()` contain the experts' tensors instead of the placeholder
+    """Make `module.state_dict()` contain the experts' tensors instead of the placeholder
     `attribute`, and `load_state_dict` accept them. They are copies; with `lazy` they are made on
     first use."""
 
@@ -130,7 +110,8 @@ def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
 def all_placeholders(
     model: nn.Module,
 ) -> Iterator[tuple[str, ExpertPlaceholder | OthersPlaceholder, Places]]:
-    """The same with those whose experts other ranks have."""
+    """The path, placeholder and places of each module of a Hugging Face model with offloaded
+    experts, here or on other ranks."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values():
             is_one = isinstance(parameter, ExpertPlaceholder | OthersPlaceholder)

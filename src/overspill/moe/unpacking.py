@@ -26,9 +26,9 @@ def buffer_bytes(layout: RecordLayout, device: torch.device, n_experts: int) -> 
 def unpacked(
     waves: Iterator[Wave], layout: RecordLayout, layer: int, n_experts: int
 ) -> Iterator[Wave]:
-    """The same waves of a layer with `n_experts`, in the dtype of computation and with the low-rank
-    parts of their records: those of packed experts in parts, each of which is valid until the
-    next."""
+    """Yield the waves of a layer with `n_experts`, in the dtype of computation and with the
+    low-rank parts of their records. Waves of packed experts come in parts, each of which is valid
+    until the next."""
     if layout.format is None:
         for wave in waves:
             yield replace(wave, adapters=Adapters.of_records(layout, wave.weights))

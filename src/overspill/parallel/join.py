@@ -1,4 +1,4 @@
-"""How a process that was started as a rank joins the others, and how it ends."""
+"""Joining the other ranks in a process that was started as one, and its end."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,8 @@ from overspill.parallel.ranks import Ranks
 from overspill.parallel.watchdog import LATE, Page, Watchdog, report
 
 _TIMEOUT = timedelta(days=1)
-"""Of calls to other ranks. The first rank may tokenize for hours; the watchdog notices failures."""
+"""Timeout of calls to other ranks. The first rank may tokenize for hours; the watchdog notices
+failures."""
 _PR_SET_PDEATHSIG = 1
 LAUNCHER_FIRST = 2.0
 """Seconds in which a launcher may name a rank that was killed, and its signal, and end all."""
@@ -34,7 +35,7 @@ LAUNCHER_FIRST = 2.0
 
 @dataclass(frozen=True)
 class Joined:
-    """What a rank has of the others."""
+    """The connections of a rank to the others."""
 
     mesh: DeviceMesh
     ranks: Ranks
@@ -45,9 +46,9 @@ class Joined:
 def joined(
     place: RankPlace, device: Device | None, stage_ranks: Callable[[int], int] = lambda node_size: 1
 ) -> Iterator[Joined]:
-    """While the ranks work together. `device` is the --device of all of them; each rank has its own
-    GPU, unless it names one. `stage_ranks` says how many of a node's ranks divide pipeline stages.
-    If it or the block fails, the process ends, and one rank says why."""
+    """Let the ranks work together within the block. `device` is the --device of all ranks; each has
+    its own GPU, unless it names one. `stage_ranks` gives the number of a node's ranks that divide
+    pipeline stages. If it or the block fails, the process ends, and one rank reports the cause."""
     _end_with_parent(place.launcher)
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
@@ -203,14 +204,14 @@ def _reported(page: Page, rank: int) -> Iterator[None]:
 
 
 def _await_report(page: Page, seconds: float) -> None:
-    """Until another rank has reported a failure, at most some time."""
+    """Wait until another rank has reported a failure, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while not page.claimed and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _abort(page: Page, wrong: str) -> None:
-    """What the watchdog does."""
+    """Report a failure that the watchdog has found, and end the process."""
     time.sleep(LAUNCHER_FIRST)
     report(page, wrong, 1)
     _exit(page.exit_code)
@@ -223,7 +224,7 @@ def _exit(code: int) -> None:
 
 
 def _end_with_parent(launcher: int | None) -> None:
-    """The system kills this process when its launcher is gone, or this does if it is gone by now:
+    """Let the system kill this process when its launcher ends, or does so if it has ended by now:
     importing torch has taken seconds."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if launcher not in (None, os.getppid()):

@@ -20,8 +20,8 @@ from overspill.core.errors import ConfigError
 GRACE = 5.0
 """Seconds in which ranks may end by themselves after one has failed, or after a second signal."""
 _END = 50.0
-"""The same after one has ended its work: ranks wait for each other before, and then release their
-memory, which may take some time."""
+"""Seconds in which ranks may end after one has ended its work: they wait for each other before, and
+then release their memory, which may take some time."""
 _POLL = 0.05
 _LAUNCHER = "OVERSPILL_LAUNCHER"
 """Tells a rank the process id of `launch`."""
@@ -29,14 +29,14 @@ _LAUNCHER = "OVERSPILL_LAUNCHER"
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank a process is, from the environment that `launch` or torchrun has set."""
+    """The rank of a process, from the environment that `launch` or torchrun has set."""
 
     rank: int
     size: int
     node_rank: int
-    """Its number among the ranks of its node."""
+    """The number of the rank among those of its node."""
     node_size: int
-    """Ranks of each node."""
+    """The number of ranks of each node."""
     launcher: int | None = None
     """The process of `launch`; None under torchrun."""
 
@@ -46,7 +46,7 @@ class RankPlace:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> "RankPlace | None":
-        """None in a process that trains alone."""
+        """Return None in a process that trains alone."""
         try:
             size = int(environment.get("WORLD_SIZE", 1))
             rank = int(environment.get("RANK", 0))
@@ -66,7 +66,7 @@ class RankPlace:
 
 
 class Process(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that is used."""
 
     def poll(self) -> int | None: ...
 
@@ -77,7 +77,7 @@ Start = Callable[[Mapping[str, str]], Process]
 
 
 def rank_command(arguments: Sequence[str]) -> Start:
-    """Starts `overspill` with these arguments, in a session of its own: Ctrl-C in the terminal
+    """Start `overspill` with these arguments, in a session of its own: Ctrl-C in the terminal
     reaches only the launcher, which passes it on once."""
     line = [sys.executable, "-m", "overspill", *arguments]
     return lambda environment: subprocess.Popen(
@@ -86,8 +86,8 @@ def rank_command(arguments: Sequence[str]) -> Start:
 
 
 def launch(size: int, start: Start) -> int:
-    """Starts `size` ranks and waits for them; returns the exit code of the first that failed.
-    SIGINT and SIGTERM are passed on to all ranks. None of them outlives this call."""
+    """Start `size` ranks and wait for them; return the exit code of the first that failed. SIGINT
+    and SIGTERM are passed on to all ranks. None of them outlives this call."""
     ranks: list[Process] = []
     received: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The processes that train one model, and what they tell each other.
+"""The processes that train one model, and their collective calls.
 
 All ranks must make the same calls in the same order. A rank that waits for another one which has
 died or makes other calls fails after the timeout of the process group.
@@ -19,8 +19,6 @@ from overspill.transfer.streams import to_host
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_BUCKET = 1 << 24  # elements that are averaged at once
-
 
 class Ranks:
     """The ranks of a mesh. Token rows and gradients travel through the group of the mesh, numbers
@@ -33,7 +31,7 @@ class Ranks:
     """
 
     def __init__(self, mesh: "DeviceMesh", device: torch.device, line: bool = False) -> None:
-        """With `line` the names of the dimensions have no meaning."""
+        """`line` ignores the names of the dimensions."""
         names = ("expert",) if line else _dimensions(mesh)
         self._node: Ranks | None = None
         self.replicas: Ranks | None = None
@@ -56,35 +54,31 @@ class Ranks:
         """Whether tensors of the device travel through host memory."""
         self._host_group = self._group
         if "cpu:gloo" not in backends:
-            self._host_group = self.new_host_group()
+            self._host_group = self.new_group()
 
-    def new_host_group(self) -> dist.ProcessGroup:
-        """Another group of the same ranks, over gloo. Called by all of them."""
-        return self.new_group("gloo")
-
-    def new_group(self, backend: str) -> dist.ProcessGroup:
-        """Another group of the same ranks."""
+    def new_group(self, backend: str = "gloo") -> dist.ProcessGroup:
+        """Another group of the same ranks. Called by all of them."""
         members = dist.get_process_group_ranks(self._group)
         return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
     @property
     def node(self) -> "Ranks":
-        """Those that divide the experts: all, or the ranks of one node."""
+        """The ranks that divide the experts: all, or those of one node."""
         return self if self._node is None else self._node
 
     @property
     def n_stages(self) -> int:
-        """How many ranks divide the layers."""
+        """The number of ranks that divide the layers."""
         return 1 if self.stages is None else self.stages.size
 
     @property
     def on_machine(self) -> int:
-        """Ranks that share a machine: those that divide the experts and the layers."""
+        """The number of ranks that share a machine: they divide the experts and the layers."""
         return self.node.size * self.n_stages
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each expert."""
+        """The number of ranks that hold each expert."""
         return 1 if self.replicas is None else self.replicas.size
 
     @property
@@ -110,20 +104,11 @@ class Ranks:
     def all_to_all_into(
         self, out: Tensor, rows: Tensor, sent: list[int], received: list[int]
     ) -> None:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on; those that are
-        received come into `out`, in the order of their ranks. The group must be able to send both
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, and so on; received rows
+        come into `out`, in the order of their ranks. The group must be able to send both
         tensors."""
         with self.calling():
             dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self._group)
-
-    def average_(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor by its mean over ranks: the same bits on all. Sums are float32."""
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
-            flat = self.total(flat).mul_(1 / self.size)
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over ranks: the same bits on all. `tensor` may be changed."""
@@ -143,7 +128,7 @@ class Ranks:
     # -- from one rank to another -------------------------------------------------------------
 
     def global_rank(self, rank: int) -> int:
-        """Its number among all processes."""
+        """The number of a rank among all processes."""
         return int(dist.get_global_rank(self._group, rank))
 
     # -- numbers of the host ------------------------------------------------------------------
@@ -154,9 +139,6 @@ class Ranks:
         with self.calling():
             dist.all_gather(list(out.unbind()), numbers_N, group=self._host_group)
         return out
-
-    def sum(self, value: float) -> float:
-        return self.sums([value])[0]
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum over ranks of each value."""
@@ -180,8 +162,8 @@ class Ranks:
         return found
 
     def meet(self, what: str, seconds: float = 120.0) -> None:
-        """Raises if not all ranks do `what` within some time. For calls that are easily made on one
-        rank alone, as others are in the first process of several."""
+        """Raise if not all ranks do `what` within some time. For calls that users easily make on
+        one rank alone."""
         try:
             dist.monitored_barrier(
                 self._host_group, timedelta(seconds=seconds), wait_all_ranks=True
@@ -193,7 +175,7 @@ class Ranks:
             ) from error
 
     def check_same(self, facts: Mapping[str, str]) -> None:
-        """Raises on all ranks if a fact is not the same on all."""
+        """Raise on all ranks if a fact is not the same on all."""
         for rank, other in enumerate(everyone := self.gather(dict(facts))):
             for name, value in everyone[0].items():
                 if other.get(name) != value:
@@ -204,9 +186,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[Callable[[], None]]:
-        """What all ranks do, or none: if it fails on one rank, the others raise RankError. They
-        do at the end of the block, or where they call what it yields: before ranks wait for each
-        other in another way, and before what cannot be undone."""
+        """Make a block fail on all ranks or on none: if one fails, the others raise RankError at
+        the end of the block, or where they call the function that is yielded. Call it before ranks
+        wait for each other in another way, and before steps that cannot be undone."""
         known = False  # whether all ranks know of a failure
 
         def agree() -> None:
@@ -236,7 +218,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """While the main thread waits for other ranks."""
+        """Mark the block as a wait of the main thread for other ranks."""
         self._calls += 1
         yield
         self._calls += 1
@@ -281,14 +263,3 @@ def _group_of(mesh: "DeviceMesh") -> dist.ProcessGroup:
         return dist.group.WORLD
     members = mesh.mesh.flatten().tolist()
     return dist.new_group(members, use_local_synchronization=True)
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > _BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket

@@ -52,24 +52,24 @@ class RowGroup:
     """The rows of one group of experts."""
 
     experts: frozenset[int]
-    """The global ids of those that this rank computes."""
+    """The global ids of the experts that this rank computes."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
     """Rows from each rank."""
     own: slice
-    """Where they lie among the rows of this rank's tokens."""
+    """Their range among the rows of this rank's tokens."""
     computed: slice
-    """Where they lie among received rows."""
+    """Their range among received rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class SentRows:
-    """How the rows of one routing are divided among ranks. Kept from forward to backward."""
+    """The rows of one routing, as they are divided among ranks. Kept from forward to backward."""
 
     permutation: Permutation
     groups: list[RowGroup]
-    """As many on all ranks."""
+    """The groups; all ranks have the same number."""
     expert_ids_N1: Tensor
     """The global expert ids of received rows."""
     counts: dict[int, int]
@@ -77,7 +77,7 @@ class SentRows:
     shared: dict[int, tuple[int, ...]]
     """The ranks that compute an expert, by its global id, unless its owner alone does."""
     versions: list[int]
-    """Of the weights of each expert, as its owner has announced it."""
+    """The version of each expert's weights that its owner has published."""
     most_rows: int
     """Rows that the rank with most of them computes."""
 
@@ -120,9 +120,9 @@ class RowExchange:
         own_versions: Sequence[int] = (),
         own_positions: Sequence[int] = (),
     ) -> SentRows:
-        """Tells all ranks how many rows they get; waits for the device. Rows without an expert are
-        not sent. `own_versions` are those of the weights of this rank's experts. `own_positions`
-        say in which order it computes them; left out: in that of their ids."""
+        """Tell all ranks the numbers of rows that they get. Waits for the device. Rows without an
+        expert are not sent. `own_versions` are those of the weights of this rank's experts.
+        `own_positions` say in which order it computes them; left out: in that of their ids."""
         permutation = Permutation.build(expert_ids_TK, self._n_experts)
         counts_E = counts_of(to_host(permutation.ends_E))
         counts_SE, versions, positions_E = self._tell(counts_E, own_versions, own_positions)
@@ -151,7 +151,7 @@ class RowExchange:
         return np.argsort(keys_GE, axis=1, kind="stable")
 
     def _groups(self, rows_SGE: Rows, groups_GE: Rows) -> list[RowGroup]:
-        """Without the last ones if they have no rows on any rank."""
+        """The groups, without the last ones if these have no rows on any rank."""
         rank = self._exchange.rank
         last = int(groups_GE[rows_SGE.any(0)].max(initial=0))
         members = [groups_GE == number for number in range(last + 1)]
@@ -203,7 +203,7 @@ class RowExchange:
         return {e: tuple(np.flatnonzero(rows_GE[:, e]).tolist()) for e in experts}
 
     def send(self, rows: SentRows, number: int, x_TD: Tensor, into_ND: Tensor) -> Arrival:
-        """Begins to send the tokens of a group; they arrive in its range of `into_ND`."""
+        """Begin to send the tokens of a group; they arrive in its range of `into_ND`."""
         group = rows.groups[number]
         x_RD = gather_rows(x_TD, rows.permutation, group.own.start, group.own.stop)
         return self._there(group, x_RD, into_ND, f"S{number}")
@@ -211,7 +211,7 @@ class RowExchange:
     def send_weights(
         self, rows: SentRows, number: int, weights_TK: Tensor, into_N1: Tensor
     ) -> Arrival:
-        """Begins to send the routing weights of a group."""
+        """Begin to send the routing weights of a group."""
         group = rows.groups[number]
         weights_R = row_weights(weights_TK, rows.permutation, group.own.start, group.own.stop)
         return self._there(group, weights_R.view(-1, 1), into_N1, f"S of weights {number}")
@@ -220,8 +220,8 @@ class RowExchange:
         return self._exchange.send(sent, group.sent, group.received, label, into[group.computed])
 
     def send_back(self, rows: SentRows, number: int, results: Tensor, into: Tensor) -> Arrival:
-        """Begins to return the results of a group, in the order of received rows; they arrive in
-        its range of `into`."""
+        """Begin to return the results of a group, in the order of received rows; they arrive in its
+        range of `into`."""
         group = rows.groups[number]
         args = results, group.received, group.sent, f"R{number}"
         return self._exchange.send(*args, into[group.own])
@@ -239,7 +239,7 @@ def combine_grads(rows: SentRows, dx_RD: Tensor, dweights_R1: Tensor) -> tuple[T
 
 
 def _rows_between(counts_SE: Rows, rows_GE: Rows) -> Rows:
-    """How many rows of each expert go from which rank to which, [S, G, E]: both the rows of ranks
+    """The number of rows of each expert from rank S to rank G, [S, G, E]: both the rows of ranks
     with tokens and of ranks that compute are ranges of an expert's rows; they overlap."""
     ends_SE, ends_GE = counts_SE.cumsum(0), rows_GE.cumsum(0)
     first = np.maximum((ends_SE - counts_SE)[:, None], (ends_GE - rows_GE)[None])

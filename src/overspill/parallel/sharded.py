@@ -29,7 +29,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor that is divided as `like` is."""
+    """The part of a whole tensor that this rank holds, if it is divided as `like` is."""
     if not is_sharded(like):
         return whole
     from torch.distributed.tensor import distribute_tensor

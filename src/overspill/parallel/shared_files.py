@@ -70,7 +70,7 @@ def _receive(listener: socket.socket, secret: bytes) -> tuple[int, int | None]:
 
 
 def close_files(files: list[int]) -> None:
-    """Those that are open."""
+    """Close the files that are open (not -1)."""
     for file in files:
         if file >= 0:
             os.close(file)

@@ -1,4 +1,4 @@
-"""What passes between the ranks of neighbouring pipeline stages."""
+"""Tensors between the ranks of neighbouring pipeline stages."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,13 @@ _DTYPES = (
 )  # fmt: skip
 _MOST_DIMENSIONS = 8
 _HEADER = 2048
-"""Numbers of a message's header: how many tensors, then the data type and the size of each."""
+"""Numbers of a message's header: the number of tensors, then the data type and the size of each."""
 _FAILED = -1
-"""In place of the number of tensors: the sender has left its pass."""
+"""Sent in place of the number of tensors by a rank that has left its pass."""
 
 
 class _OtherFailed(Exception):
-    """Another rank has left the pass; what was wrong is not known yet."""
+    """Another rank has left the pass; its error is not known yet."""
 
 
 class StageLink:
@@ -40,7 +40,7 @@ class StageLink:
         self._sent: deque[tuple[Any, Tensor]] = deque()  # memory that is still read
         self._failed: set[int] = set()  # neighbours that have left the pass
         self._in_message = False  # whether the next tensor to receive is not a header
-        self._host_group = ranks.new_host_group()
+        self._host_group = ranks.new_group()
         # With NCCL two ranks that send to each other at once would both wait in one group.
         nccl = device.type == "cuda" and not ranks.through_host
         self._groups = [ranks.new_group("nccl") for _ in range(4)] if nccl else None
@@ -52,7 +52,7 @@ class StageLink:
         return self._groups[2 * onwards + source % 2]
 
     def send(self, target: int, tensors: Sequence[Tensor]) -> None:
-        """Sends tensors."""
+        """Send tensors."""
         group = self._group(self._ranks.rank, target)
         values = [tensor.detach().contiguous() for tensor in tensors]
         if self._ranks.through_host:
@@ -92,8 +92,8 @@ class StageLink:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A pass that all ranks complete, or none: if it fails on one, the others raise RankError,
-        also those that wait for its messages. The link can be used again."""
+        """Make a pass fail on all ranks or on none: if one fails, the others raise RankError, also
+        while they wait for its messages. The link can be used again."""
         told = False
         try:
             with self._ranks.together(what):
@@ -116,7 +116,7 @@ class StageLink:
                 self._sent.popleft()[0].wait()
 
     def _tell(self) -> bool:
-        """Wakes neighbours that wait for this rank."""
+        """Wake neighbours that wait for this rank."""
         header = torch.full((_HEADER,), _FAILED)
         for neighbour in {self.next, self.previous}:
             with suppress(RuntimeError):  # it may be gone
@@ -124,7 +124,7 @@ class StageLink:
         return True
 
     def _drop(self) -> None:
-        """Receives all that neighbours have sent in this pass, until they say that it failed."""
+        """Receive all that neighbours have sent in this pass, until they say that it failed."""
         for neighbour in {self.next, self.previous} - self._failed:
             with suppress(_OtherFailed, RuntimeError):  # it may be gone
                 while not self._in_message:

@@ -1,8 +1,8 @@
 """Ends a rank when another one is killed, stopped or stuck.
 
 Without it a rank could wait for another one forever. A thread in each rank publishes that it runs,
-how many calls to other ranks its main thread has made, and how many bytes of experts have moved. It
-looks at what the other ranks of its node publish. If another node fails, its connections close.
+the number of calls to other ranks by its main thread, and the bytes of experts that have moved. It
+looks at the numbers of the other ranks of its node. If another node fails, its connections close.
 """
 
 import fcntl
@@ -27,30 +27,31 @@ LATE = 40
 STUCK = 45
 """Ticks after which ranks count as stuck, if none has called others or moved an expert."""
 APART = 600
-"""The same if all ranks of a node wait for another node, whose progress they do not see."""
+"""Ticks after which ranks of a node count as stuck if all wait for another node, whose progress
+they do not see."""
 
 
 class State(IntEnum):
-    """What a rank is doing."""
+    """The state of a rank."""
 
     ANYTHING = 0
-    """What may take long without a call to other ranks: loading, saving, compiling."""
+    """Work that may take long without a call to other ranks: loading, saving, compiling."""
     STEPS = 1
     """Training: it makes calls in every layer."""
     DONE = 2
-    """It ends, and needs no one."""
+    """Done: it needs no other rank."""
 
 
 class Words(NamedTuple):
-    """What a rank publishes."""
+    """The numbers that a rank publishes."""
 
     pid: int
-    """0 before it has published anything."""
+    """The process id; 0 before anything was published."""
     ticks: int
     calls: int
-    """Odd while it waits for others."""
+    """Calls to other ranks; odd while it waits for them."""
     moved: int
-    """Bytes of experts."""
+    """Bytes of experts that were moved."""
     state: int
 
 
@@ -73,7 +74,7 @@ class Page:
 
     @property
     def path(self) -> str:
-        """Where other processes of this user can open it."""
+        """The path at which other processes of this user can open it."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @classmethod
@@ -96,7 +97,8 @@ class Page:
 
     @property
     def exit_code(self) -> int:
-        """That of the first failure: all ranks end with it, and any of them may be the first to."""
+        """The exit code of the first failure, with which all ranks end. Any of them may be the
+        first."""
         return self._words[0]
 
     def claim(self, exit_code: int) -> bool:
@@ -113,7 +115,7 @@ class Page:
 
 
 class Watchdog:
-    """Publishes what this rank does, and looks at the others."""
+    """Publishes the state of this rank, and watches the others."""
 
     def __init__(
         self,
@@ -137,7 +139,8 @@ class Watchdog:
         self._publish()
 
     def follow(self, ranks: Ranks, moved: Callable[[], int] | None = None) -> None:
-        """From now on the calls of `ranks`, and growing numbers of `moved`, count as progress."""
+        """Let the calls of `ranks`, and growing numbers of `moved`, count as progress from now
+        on."""
         self._followed.append(ranks)
         self._moved = moved or self._moved
 
@@ -151,7 +154,7 @@ class Watchdog:
             self._state = before
 
     def start(self, end: Callable[[str], None]) -> None:
-        """Looks from now on, in a thread; `end` gets what is wrong."""
+        """Begin to watch, in a thread; `end` gets the description of a failure."""
         self._thread = threading.Thread(target=self._run, args=(end,), daemon=True)
         self._thread.start()
 
@@ -171,7 +174,7 @@ class Watchdog:
                 return
 
     def look(self) -> str | None:
-        """One tick: publishes this rank's numbers; returns what is wrong with another rank."""
+        """One tick: publishes this rank's numbers; returns the failure of another rank."""
         self._ticks += 1
         self._publish()
         # Counted in own ticks: all ranks may have been stopped for a while, and continued.
@@ -196,7 +199,7 @@ class Watchdog:
         return None
 
     def _stuck(self, found: Sequence[Words], ticks: int) -> str | None:
-        """What is wrong with ranks in steps, none of which has made progress for some time."""
+        """The failure of ranks in steps if none has made progress for some time."""
         guilty = [
             str(self._first + rank) for rank, words in enumerate(found) if not words.calls % 2
         ]
@@ -212,7 +215,7 @@ class Watchdog:
         self._page.publish(self._rank, words)
 
     def _unchanged(self, what: tuple[int, str], value: object) -> int:
-        """For how many ticks what a rank publishes has not changed."""
+        """The number of ticks for which a published value has not changed."""
         last, since = self._last.get(what, (None, 0))
         if last != value:
             self._last[what] = value, self._ticks
@@ -221,7 +224,7 @@ class Watchdog:
 
 
 def _cpu_time(pid: int) -> int | None:
-    """What a process has used of the processors; None if it has ended, or is a zombie."""
+    """The processor time of a process; None if it has ended, or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -231,7 +234,7 @@ def _cpu_time(pid: int) -> int | None:
 
 
 def report(page: Page, line: str, exit_code: int) -> bool:
-    """Prints the line unless a failure was reported already; returns whether it did."""
+    """Print the line unless a failure was reported already; return whether it did."""
     first = page.claim(exit_code)
     if first:
         print(f"error: {' '.join(line.split())}", file=sys.stderr, flush=True)

@@ -61,7 +61,7 @@ class BudgetRequest(PlanOptions, HostSlots):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything is placed. `residents` experts live on the compute device; the others pass
+    """The place of everything. `residents` experts live on the compute device; the others pass
     through its `slots`, which are not allocated if there are none."""
 
     mode: str

@@ -1,4 +1,5 @@
-"""Which experts stay in GPU slots, if a cache of them is smaller than what is used.
+"""The choice of experts that stay in GPU slots, if a cache of them is smaller than the experts in
+use.
 
 A policy gives each expert a score after each token; experts with the lowest scores are evicted.
 Scores do not depend on the size of the cache, and those of several layers can be compared: slots

@@ -22,8 +22,8 @@ LEAST_ROWS = 16384
 
 
 def choose_groups(rows_GE: Rows, least: int = LEAST_ROWS, most: int = MOST_GROUPS) -> int:
-    """How many groups suit the token rows that each rank computes of each expert. The rank with
-    most rows decides: the others wait for it."""
+    """The number of groups that suits the token rows that each rank computes of each expert. The
+    rank with most rows decides: the others wait for it."""
     busiest = int(np.argmax(rows_GE.sum(1)))
     used = int(np.count_nonzero(rows_GE[busiest]))
     return max(1, min(most, used, int(rows_GE[busiest].sum()) // least))
@@ -43,7 +43,7 @@ def divide_experts(rows_GE: Rows, order_GE: Rows, n: int) -> Rows:
 
 
 def check_groups(n: int | None, n_experts: int, n_ranks: int) -> None:
-    """Raises if no rank has so many experts."""
+    """Raise if no rank has so many experts."""
     most = -(-n_experts // n_ranks)
     if n is not None and n > most:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""How many partitions the tokens of a batch are divided into: the online search of MPipeMoE
-(Algorithm 1).
+"""The number of partitions that the tokens of a batch are divided into: the online search of
+MPipeMoE (Algorithm 1).
 
 The best number of partitions is assumed to grow with the batch. Batch sizes therefore form
 disjoint ranges, one for each number, and only batches between two ranges need trials. Trials are
@@ -81,7 +81,7 @@ class GranularitySearch:
         return min(complete, key=lambda n: self._cost(batch, n))
 
     def _settle(self, batch: int, n: int) -> int:
-        """Adds the batch to the range of its best number."""
+        """Add the batch to the range of its best number."""
         first, last = self.ranges.get(n, (batch, batch))
         self.ranges[n] = min(first, batch), max(last, batch)
         self._best[batch] = n

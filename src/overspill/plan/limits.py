@@ -24,7 +24,7 @@ class MemoryLimits:
     """GPU memory to use, such as 8GiB; default: all that is free, or an equal share of it if
     several models have no budget."""
     host_memory: Size | None = None
-    """Host memory to use, such as 96GiB; default: 95% of what is free."""
+    """Host memory to use, such as 96GiB; default: 95% of the free memory."""
     disk: str | Path | None = None
     """Folder on an SSD for experts that do not fit in host memory; default: no disk is used."""
     _: KW_ONLY

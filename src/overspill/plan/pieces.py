@@ -1,9 +1,9 @@
-"""How many tokens of prompts a batch computes."""
+"""The number of prompt tokens that a batch computes."""
 
 _GROWTH = 4
 """Ratio of the sizes that are compared."""
 _GAIN = 1.5
-"""By how much a token must be cheaper in a piece that is `_GROWTH` times as large."""
+"""Gain in cost per token that makes a piece of `_GROWTH` times the size worthwhile."""
 _RETRY = 16
 """Batches after which a size that was not worthwhile is tried again: one slow batch may be the
 fault of something else."""

@@ -1,4 +1,4 @@
-"""Which GPU computes which token rows of a layer, if several GPUs can upload every expert.
+"""The GPU that computes each token row of a layer, if several GPUs can upload every expert.
 
 Static placement: each expert is computed by its owner. Dynamic placement (§4.2 of the ES-MoE paper)
 is planned for each batch: experts in descending order of their token rows go to the GPU with the
@@ -44,7 +44,8 @@ class PlacementCosts:
     row: float
     """Computing one token row."""
     wait: float = 0.0
-    """What dynamic placement adds to a layer: the first upload, which waits for the routing."""
+    """Seconds that dynamic placement adds to a layer: the first upload, which waits for the
+    routing."""
 
     def __post_init__(self) -> None:
         if not (self.upload >= 0 and self.row > 0 and self.wait >= 0):
@@ -94,7 +95,7 @@ def dynamic_rows(
 
 
 def layer_seconds(rows_GE: Rows, costs: PlacementCosts, resident: bool = False) -> float:
-    """How long the busiest GPU uploads or computes, without `costs.wait`."""
+    """The time that the busiest GPU uploads or computes, without `costs.wait`."""
     uploads_G = uploaded(rows_GE, resident)
     return float(np.maximum(uploads_G * costs.upload, rows_GE.sum(1) * costs.row).max())
 
@@ -116,7 +117,8 @@ def outbox_slots(n_experts: int, n_gpus: int) -> int:
 
 
 def shared_parts(rows_GE: Rows) -> Rows:
-    """How many experts each GPU computes that it, or another GPU, does not own, [G]."""
+    """The number of experts that each GPU computes and that their owner does not compute alone,
+    [G]."""
     n_gpus, n_experts = rows_GE.shape
     elsewhere_GE = rows_GE > 0
     elsewhere_GE[owners(n_experts, n_gpus), np.arange(n_experts)] = False
@@ -139,7 +141,7 @@ def _counts(tokens: Sequence[int] | NDArray[Any]) -> Rows:
 
 @dataclass
 class _Load:
-    """What each GPU has to do, in token rows."""
+    """The work of each GPU, in token rows."""
 
     rows: list[int]
     uploads: list[float]
@@ -181,7 +183,7 @@ def _longest_first(tokens_E: Rows, static: _Load, upload: float) -> tuple[Rows, 
 
 
 def _split(whole_GE: Rows, load: _Load, upload: float, resident: bool) -> tuple[Rows, float]:
-    """Moves rows from the busiest GPU to the least busy one while that makes it faster; changes
+    """Move rows from the busiest GPU to the least busy one while that makes it faster; changes
     `load`. Returns the new placement and its work, or the given one if it is as good."""
     rows, uploads, work, mean = load.rows, load.uploads, load.work, load.mean
     before, rows_GE = max(work), whole_GE.copy()

@@ -1,9 +1,9 @@
-"""How the popularity predictor is used and judged: decisions without tensors."""
+"""Decisions on the popularity predictor: its use, and its accuracy. No tensors here."""
 
 from collections.abc import Sequence
 
 SHARE = 0.01
-"""Of the time of prompts and steps, for learning."""
+"""Share of the time of prompts and steps that learning may take."""
 _LONGEST_GAP = 5.0
 """Seconds between two forwards that count as their time; the rest of a longer gap is idle."""
 _FIRST_AFTER = 0.1
@@ -36,7 +36,7 @@ class LearningPace:
         return self.seconds + self._longest <= self._share * self.busy
 
     def idle(self) -> None:
-        """The time until the next pass is not that of passes."""
+        """Note that the time until the next pass is not spent in passes."""
         self._last = None
 
     def spent(self, seconds: float) -> None:
@@ -47,7 +47,7 @@ class LearningPace:
 
 
 class RowErrors:
-    """Which of two expectations of the token rows of a layer's experts has lately been closer."""
+    """Recent errors of two expectations of the token rows of a layer's experts."""
 
     def __init__(self) -> None:
         self._predicted: float | None = None
@@ -57,7 +57,7 @@ class RowErrors:
     def note(
         self, real: Sequence[float], predicted: Sequence[float], history: Sequence[float]
     ) -> None:
-        """The real rows of a pass, and what was expected of it."""
+        """Note the real rows of a pass, and the expected ones."""
         errors = _distance(real, predicted), _distance(real, history)
         if self._predicted is None:
             self._predicted, self._history = errors

@@ -1,4 +1,4 @@
-"""Which experts live on the compute device: how many of each layer."""
+"""The number of resident experts of each layer, and of gradients beside them."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def spread_among(count: int, residents: Sequence[int]) -> list[int]:
 
 
 class DeviceShare(NamedTuple):
-    """What of the experts is on the compute device beside the slots."""
+    """Experts and gradients on the compute device, beside the slots."""
 
     experts: int  # resident ones
     gradients: int = 0  # sums of gradients of streamed experts, or kept ones of resident experts
@@ -41,11 +41,11 @@ def share_memory(
     kept: int = 0,
     sums: int | None = None,
 ) -> DeviceShare:
-    """What can be on the device if `now` is and `free` bytes are free at the peak of a step, or
-    missing. A resident expert needs `expert` bytes; `total` is the number of experts. If gradients
-    are accumulated, the sum of an expert needs `gradient` bytes, on either side. Sums come first:
-    for each byte they save more traffic of host memory than resident experts. There are at most
-    `sums` of them at a time, by default one for each streamed expert.
+    """The share that fits on the device if `now` is there and `free` bytes are free at the peak of
+    a step (negative: missing). A resident expert needs `expert` bytes; `total` is the number of
+    experts. If gradients are accumulated, the sum of an expert needs `gradient` bytes, on either
+    side. Sums come first: for each byte they save more traffic of host memory than resident
+    experts. There are at most `sums` of them at a time, by default one for each streamed expert.
 
     If gradients are kept for clipping and can wait in host memory, one of a resident expert needs
     `kept` bytes on the device."""

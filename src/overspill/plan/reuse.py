@@ -1,5 +1,5 @@
-"""How the activations of a partition come back in backward, if partitions share memory: the
-strategies of MPipeMoE (Table II), and their cost (equation 10).
+"""Restoring the activations of a partition in backward, if partitions share memory: the strategies
+of MPipeMoE (Table II), and their cost (equation 10).
 
 T_DI is the dispatched input of the experts, T_M the result of their first matrix, T_DO their
 output. Shapes: B token rows, M (d_model), H (d_hidden), n partitions.
@@ -15,22 +15,22 @@ from overspill.core.experts import ExpertShape
 
 
 class Restore(StrEnum):
-    """Where an activation comes from in backward."""
+    """Source of an activation in backward."""
 
     KEEP = "keep"
-    """It stays on the device; partitions do not share its memory."""
+    """The activation stays on the device; partitions do not share its memory."""
     OFFLOAD = "offload"
-    """It is copied to host memory in forward, and back."""
+    """The activation is copied to host memory in forward, and back in backward."""
     REPEAT = "repeat"
-    """It is sent again (T_DI), or computed again (T_M)."""
+    """The activation is sent again (T_DI), or computed again (T_M)."""
 
 
 class Strategy(NamedTuple):
     name: str
     dispatched: Restore
-    """Of T_DI."""
+    """The source of T_DI."""
     middle: Restore
-    """Of T_M."""
+    """The source of T_M."""
 
     @property
     def copies(self) -> bool:
@@ -58,7 +58,7 @@ def strategy_named(name: str) -> Strategy:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured on this machine. A factor is the speed beside other work as a share of the
+    """Speeds measured on this machine. A factor is the speed beside other work as a share of the
     speed alone."""
 
     compute: float
@@ -77,7 +77,7 @@ class Speeds:
                 raise ConfigError(f"{name}={value} of the measured speeds must be above 0")
 
 
-class Work(NamedTuple):
+class Operations(NamedTuple):
     """The operations of one pass, in units of one matrix product B*H*M and of B*M elements."""
 
     products: float
@@ -85,26 +85,26 @@ class Work(NamedTuple):
     copies: float
 
 
-def work(strategy: Strategy, shape: ExpertShape) -> tuple[Work, Work]:
+def work(strategy: Strategy, shape: ExpertShape) -> tuple[Operations, Operations]:
     """Q of forward and of backward. For experts that are not gated, with H = 4 M: Table II."""
     first = shape.in_rows / shape.d_hidden  # 2 if gated: the first matrix has gate and up
     copied = (strategy.dispatched is Restore.OFFLOAD) * 1.0
     copied += (strategy.middle is Restore.OFFLOAD) * shape.in_rows / shape.d_model
     again = first * (strategy.middle is Restore.REPEAT)
     sent_again = 1.0 * (strategy.dispatched is Restore.REPEAT)
-    forward = Work(first + 1, 2.0, copied)
-    return forward, Work(2 * (first + 1) + again, 2.0 + sent_again, copied)
+    forward = Operations(first + 1, 2.0, copied)
+    return forward, Operations(2 * (first + 1) + again, 2.0 + sent_again, copied)
 
 
 class _Seconds(NamedTuple):
-    """Of the three streams for one token row, each alone."""
+    """Seconds of the three streams for one token row, each alone."""
 
     compute: float
     exchange: float
     copy: float
 
 
-def _alone(q: Work, shape: ExpertShape, speeds: Speeds, itemsize: int) -> _Seconds:
+def _alone(q: Operations, shape: ExpertShape, speeds: Speeds, itemsize: int) -> _Seconds:
     row = shape.d_model * itemsize
     return _Seconds(
         q.products * 2 * shape.d_model * shape.d_hidden / speeds.compute,

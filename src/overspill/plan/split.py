@@ -1,4 +1,4 @@
-"""Which experts of a layer the CPU computes in host memory, and which go to the GPU.
+"""The split of a layer's experts: the CPU computes some in host memory, the others go to the GPU.
 
 Equation 1 of APTMoE: experts are ranked by their tokens; the CPU takes them from the low end while
 its time stays below the time that uploading the others takes. Here every cost is measured, and the
@@ -23,7 +23,7 @@ class SplitCosts:
     load: float
     """Upload of one expert while the CPU is idle."""
     load_beside: float
-    """The same while the CPU computes."""
+    """Upload of one expert while the CPU computes."""
     cpu: Callable[[int], float]
     """One expert with this many tokens on the CPU, during uploads."""
     gpu: Callable[[int], float]
@@ -34,8 +34,8 @@ class SplitCosts:
 def pass_time(
     tokens: Sequence[int], resident: Collection[int], on_cpu: Collection[int], costs: SplitCosts
 ) -> float:
-    """How long the busiest resource works if the CPU computes the experts `on_cpu`. All others that
-    are not `resident` are uploaded for this pass."""
+    """Seconds that the busiest resource works if the CPU computes the experts `on_cpu`. All others
+    that are not `resident` are uploaded for this pass."""
     busy = [index for index, count in enumerate(tokens) if count]
     rest = [index for index in busy if index not in on_cpu]
     load = costs.load_beside if on_cpu else costs.load
@@ -126,7 +126,7 @@ def _pick(
     max_rows: int | None,
     best_time: float,
 ) -> tuple[frozenset[int], float]:
-    """Takes each expert in turn if that makes the pass faster than `best_time` and than before."""
+    """Take each expert in turn if that makes the pass faster than `best_time` and than before."""
     taken: set[int] = set()
     for index in order:
         sums.move(index)

@@ -8,12 +8,12 @@ from overspill.core.errors import ConfigError
 
 
 class BlockCost(NamedTuple):
-    """What a block of a model needs."""
+    """Bytes of a block of a model."""
 
     seconds: float
-    """To compute it, or to bring its experts to the device if that takes longer."""
+    """Time to compute it, or to bring its experts to the device if that takes longer."""
     nbytes: int
-    """Of its weights."""
+    """Bytes of its weights."""
 
 
 class ExpertTimes(NamedTuple):
@@ -22,7 +22,7 @@ class ExpertTimes(NamedTuple):
     row: float
     """Forward and backward of a token row."""
     upload: float
-    """Its uploads of a step."""
+    """All uploads of the expert in a step."""
 
 
 UNMEASURED = ExpertTimes(row=1.0, upload=0.0)
@@ -33,8 +33,8 @@ _TOKENS = 16_384  # of a step on one rank; the number is not known when a model 
 def block_seconds(
     dense: float, layers: int, top_k: int, n_experts: int, times: ExpertTimes, tokens: int = _TOKENS
 ) -> float:
-    """Of a step: computing a block with `layers` of experts, or uploading these, whichever takes
-    longer. `dense` are its other parameters, as a multiple of those of an expert."""
+    """Cost of a step: computing a block with `layers` of experts, or uploading these, whichever
+    takes longer. `dense` are its other parameters, as a multiple of those of an expert."""
     rows = tokens * (dense + layers * top_k)
     return max(rows * times.row, layers * n_experts * times.upload)
 
@@ -73,8 +73,8 @@ def _runs(costs: Sequence[BlockCost]) -> Iterator[tuple[range, BlockCost]]:
 
 
 def _least_maxima(values: Mapping[range, float], count: int, n_stages: int) -> list[list[float]]:
-    """By number of stages and first block: the smallest possible maximum of the values of the runs
-    that the blocks from there on are divided into; infinity if these runs do not suffice."""
+    """For each number of stages and first block: the smallest possible maximum of the values of the
+    runs that the blocks from there on are divided into; infinity if these runs do not suffice."""
     least = [[inf] * count + [0.0]]  # without stages there are no blocks
     for _ in range(n_stages):
         after, here = least[-1], [inf] * (count + 1)

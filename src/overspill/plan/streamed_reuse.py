@@ -1,9 +1,10 @@
-"""How backward gets the token rows that forward has received from other ranks (T_DI), where experts
-are streamed: equation 10 of MPipeMoE with uploads of experts and downloads of their gradients.
+"""Restoring, in backward, the token rows that forward has received from other ranks (T_DI), where
+experts are streamed: equation 10 of MPipeMoE with uploads of experts and downloads of their
+gradients.
 
 A link between the device and host memory carries uploads, downloads and copies of rows, each
-direction by itself; and the exchange too, unless ranks have a faster connection. What is between
-the matrices of an expert (T_M) is computed again.
+direction by itself; and the exchange too, unless ranks have a faster connection. The activations
+between the matrices of an expert (T_M) are computed again.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ class StreamedLayer:
         return self.rows * self.shape.d_model * self.itemsize
 
 
-class _Pass(NamedTuple):
+class _PassWork(NamedTuple):
     """The work of one pass: matrix products, rows exchanged, bytes to and from the device."""
 
     products: float
@@ -44,12 +45,12 @@ class _Pass(NamedTuple):
     down: int
 
 
-def _passes(restore: Restore, layer: StreamedLayer) -> tuple[_Pass, _Pass]:
+def _passes(restore: Restore, layer: StreamedLayer) -> tuple[_PassWork, _PassWork]:
     first = layer.shape.in_rows // layer.shape.d_hidden
     copied = layer.row_bytes * (restore is Restore.OFFLOAD)
     again = restore is Restore.REPEAT
-    forward = _Pass(first + 1, 2, layer.uploads, copied)
-    return forward, _Pass(3 * first + 2, 2 + again, layer.uploads + copied, layer.downloads)
+    forward = _PassWork(first + 1, 2, layer.uploads, copied)
+    return forward, _PassWork(3 * first + 2, 2 + again, layer.uploads + copied, layer.downloads)
 
 
 def seconds(restore: Restore, layer: StreamedLayer, speeds: Speeds) -> float:

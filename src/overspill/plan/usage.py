@@ -1,5 +1,5 @@
-"""Which experts live on the compute device: those with the most token rows in the last forward, as
-in the expert pinning of ES-MoE."""
+"""Swaps that make the experts with the most token rows in the last forward resident, as in the
+expert pinning of ES-MoE."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -25,7 +25,7 @@ def first_of_wave(pending: Sequence[Candidate], lead: int) -> int:
 
 
 def next_wave(pending: Sequence[Candidate], max_rows: int, waves: bool) -> int:
-    """How many of `pending`, from the first on, form the next wave; at least one.
+    """The number of experts, the first of `pending`, that form the next wave; at least one.
 
     A wave is a run of experts with adjacent token rows; their slots are adjacent too. It includes
     only experts that have arrived, so that it does not wait for a later copy, and at most
@@ -52,7 +52,7 @@ def _adjacent(before: Candidate, after: Candidate) -> bool:
 
 
 def row_pieces(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
-    """Divides the token rows of one expert into equal pieces of at most `max_rows`."""
+    """Divide the token rows of one expert into equal pieces of at most `max_rows`."""
     pieces = max(1, -(-(stop - start) // max_rows))
     length = -(-(stop - start) // pieces)
     return [(at, min(at + length, stop)) for at in range(start, stop, max(length, 1))]

@@ -153,7 +153,7 @@ class LLM:
 
     def _new_checkpoints(self) -> Checkpoints:
         """Return checkpoints with a share of the host memory that is free now."""
-        free, budget = available_memory(), self.model.overspill.budget_by_tier()["host"]
+        free, budget = available_memory(), self.model.overspill.memory.budget_by_tier()["host"]
         return Checkpoints(int(_CHECKPOINT_SHARE * min(free, free if budget is None else budget)))
 
     def generate(
@@ -246,7 +246,7 @@ class LLM:
             "checkpoints": len(pool.checkpoints),
             "checkpoint_bytes": pool.checkpoints.nbytes,
             "bytes": engine.bytes_by_tier(),
-            "budgets": engine.budget_by_tier(),
+            "budgets": engine.memory.budget_by_tier(),
             "gpu_reserved": engine.memory.reserved_bytes(),
             "uploaded_bytes": engine.recorder.counters().get("upload", 0),
             **self._loop.runner.stats(),

@@ -157,7 +157,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
             "overspill.load(..., train=False) or overspill.offload"
         )
     engine = model.overspill
-    engine.check_open()
+    engine.lifetime.check()
     engine.check_whole("serving")
     if isinstance(model, GPTMoE):
         config = model.config
@@ -171,7 +171,7 @@ def _given(model: Any, asked: CacheRequest) -> Source:
         folder = Path(model.config.name_or_path or "/nowhere")
         codec = find_codec(folder) if folder.exists() else None
         ends = _ends(model, codec)
-    use = engine.gpu_use()
+    use = engine.memory.gpu_use()
     free = available_memory() if use is None else use["budget"]
     n_blocks = asked.blocks(token_bytes, int(_CACHE_SHARE * free))
     return Source(model, codec, ends, asked.context, n_blocks, owned=False)

@@ -14,7 +14,7 @@ from overspill.hardware.machine import disk_free
 
 
 def check_new(out: Path) -> None:
-    """Raises if the argument OUT of a command is not the name of a new folder."""
+    """Raise if the argument OUT of a command is not the name of a new folder."""
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"OUT {out} already exists; give the name of a new folder")
     if out.is_mount():  # it cannot be replaced by a complete folder
@@ -47,7 +47,7 @@ def new_folder(out: Path, need: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def folder_aside(target: Path) -> Iterator[Path]:
-    """Yields a new folder next to `target`; syncs it and renames it to `target` at the end.
+    """Yield a new folder next to `target`; sync it and rename it to `target` at the end.
 
     `target` must not exist, or be an empty folder or a link to one. After an error the new folder
     is removed. A folder left by a killed process is removed by the next call with the same target.
@@ -62,7 +62,7 @@ def folder_aside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """Yields a new folder and removes it at the end, unless it was renamed. Content left there by a
+    """Yield a new folder and remove it at the end, unless it was renamed. Content left there by a
     killed process is removed first; raises if another process has the folder."""
     if os.path.lexists(path):
         leftover = _lock(path)
@@ -105,7 +105,7 @@ def _is_open_as(path: Path, fd: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder as far as possible. Of a link, only the link."""
+    """Remove a folder as far as possible. Of a link, only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -113,8 +113,8 @@ def remove(path: Path) -> None:
 
 
 def write_failure(error: Exception) -> str | None:
-    """Why the system did not write a file; None if that is not what the error says. safetensors and
-    tokenizers, which are in Rust, raise errors of their own types then."""
+    """The reason why the system did not write a file; None if the error has another cause.
+    safetensors and tokenizers, which are in Rust, raise errors of their own types then."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     number = re.search(r"\(os error (\d+)\)", str(error))
@@ -122,7 +122,7 @@ def write_failure(error: Exception) -> str | None:
 
 
 def sync_all(folder: Path) -> None:
-    """Syncs a folder and everything in it to the disk."""
+    """Sync a folder and everything in it to the disk."""
     for inner, _, files in os.walk(folder):
         for name in files:
             sync(Path(inner, name))
@@ -130,7 +130,7 @@ def sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file, or the entries of a folder, to the disk."""
+    """Sync a file, or the entries of a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -18,10 +18,11 @@ class DecodingSlots:
         order: Sequence[Entry] | None = None,
         ahead: Collection[Entry] = (),
     ) -> list[Entry] | None:
-        """Keeps these experts in host slots until `release`, without other transfers. Returns those
-        whose weights must be read there now, then `end_reads`; None if one of them, or too many
-        others, are being read, written, updated or uploaded. Those of `ahead` may still be read.
-        The first ones in `order` lose their slots; by default the least recently used."""
+        """Keep these experts in host slots until `release`, without other transfers. Returns the
+        experts whose weights must be read there now, before `end_reads`; None if one of the
+        experts, or too many others, are being read, written, updated or uploaded. Experts of
+        `ahead` may still be read. The first ones in `order` lose their slots; by default the least
+        recently used."""
         store = self._store
         with store.lock:
             store.raise_error()
@@ -43,14 +44,14 @@ class DecodingSlots:
     def begin_reads(
         self, entries: Iterable[Entry], order: Sequence[Entry], keep: Iterable[Entry] = ()
     ) -> list[Entry]:
-        """Gives host slots to experts that will be needed, as far as those in `order` can leave
-        theirs without these and those to `keep`, and returns whose weights are to be read now, then
-        `end_reads`."""
+        """Give host slots to experts that will be needed, as far as other experts in `order` can
+        leave theirs; experts to `keep` do not. Returns the experts whose weights are to be read
+        now, before `end_reads`."""
         store, needed = self._store, {*entries, *keep}
         with store.lock:
             found: list[Entry] = []
             for entry in entries:
-                if entry.disk_slot is None or entry.io or entry.stale or entry.readable:
+                if not entry.on_disk or entry.io or entry.stale or entry.readable:
                     continue
                 if entry.host_slot is None and not store.assign_host_slot(entry, needed, order):
                     break
@@ -59,8 +60,8 @@ class DecodingSlots:
             return found
 
     def _write_oldest(self) -> None:
-        """Writes an expert whose host slot is not used to disk, if it is newer there: the stager
-        keeps those that the next pass needs."""
+        """Write an expert whose host slot is not used to disk, if it is newer there: the stager
+        keeps experts that the next pass needs."""
         for entry in self._store.cached():
             if entry.dirty and not entry.io and not entry.holds:
                 self._store.write_back(entry)

@@ -1,4 +1,4 @@
-"""Where one expert is: the fields of its entry in the store."""
+"""The entry of an expert in the store: its slots and the state of its parts."""
 
 from enum import IntFlag
 from typing import Protocol
@@ -21,7 +21,8 @@ class Reader(Protocol):
 
 
 class Entry:
-    """Where one expert is. Fields are read under the store's lock and changed by the store only."""
+    """The slots of one expert and the state of its parts. Fields are read under the store's lock
+    and changed by the store only."""
 
     __slots__ = (
         "copy",
@@ -45,7 +46,7 @@ class Entry:
         self.number = number  # layer * number of local experts + local position
         self.host_slot = host_slot  # None: only on disk
         self.disk_slot = disk_slot  # None: always in host memory
-        self.valid = Part(0)  # parts that are current in the host slot
+        self.valid = Part(0)  # parts that are current in the host slot; none without one
         self.dirty = Part(0)  # parts that are newer in the host slot than on disk
         self.io = Part(0)  # parts being read or written
         self.stale = False  # the gradient is complete, the update is not: do not read the weights
@@ -53,6 +54,11 @@ class Entry:
         self.version = 0  # of the weights; a GPU slot with another version is out of date
         self.upload: Reader | None = None  # the last copy that reads the host slot
         self.copy: Reader | None = None  # the same for decoding steps, beside uploads of a pass
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the expert has a disk slot; its host slot, if any, is one of the cache."""
+        return self.disk_slot is not None
 
     @property
     def readable(self) -> bool:

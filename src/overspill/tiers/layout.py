@@ -63,7 +63,7 @@ class LowRankPlanes(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """How weights are packed in the records of all experts, which have the same size."""
+    """Packed form of the weights in the records of all experts, which have the same size."""
 
     @property
     def nbytes(self) -> int: ...
@@ -72,15 +72,15 @@ class WeightFormat(Protocol):
 
 
 class LayerFormat(Protocol):
-    """How weights are packed in the records of a layer's experts."""
+    """Packed form of the weights in the records of a layer's experts."""
 
     def unpack(self, record: Tensor, out: Tensor) -> None:
-        """Fills the flat weights `out`, in their dtype, from the bytes of a record."""
+        """Fill the flat weights `out`, in their dtype, from the bytes of a record."""
 
     def unpack_several(
         self, records: Tensor, out: Tensor, counts: Sequence[int], ends: Tensor
     ) -> None:
-        """Fills the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
+        """Fill the flat weights `out` [n, numel] from the bytes of records [n, nbytes]. `counts`
         are the token rows of each expert, and `ends` the same on the device, cumulated: experts
         without rows may be left out."""
 
@@ -170,7 +170,7 @@ class RecordLayout:
         return record[..., : numel * dtype.itemsize].view(dtype)
 
     def unpack(self, layer: int, stored: Tensor, out: Tensor) -> None:
-        """Copies the flat weights of a record of a layer into `out` [numel], the sums with their
+        """Copy the flat weights of a record of a layer into `out` [numel], the sums with their
         low-rank parts."""
         if self.format is None:
             out.copy_(stored[: self.shape.numel])

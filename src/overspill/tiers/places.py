@@ -1,4 +1,4 @@
-"""Where each expert is: on the compute device, in a host slot or on disk; which slots are free."""
+"""The place of each expert (compute device, host slot or disk), and the free slots."""
 
 from collections.abc import Collection, Iterable
 
@@ -11,9 +11,9 @@ from overspill.tiers.worker_sync import WorkerSync
 
 
 class ExpertPlaces(WorkerSync):
-    """The entries of all local experts, and the slots of those that are streamed.
+    """The entries of all local experts, and the slots of streamed ones.
 
-    The first `residents[layer]` experts of each layer live on the compute device and nothing
+    The first `residents[layer]` experts of each layer live on the compute device and have no slots
     here. Of the others, `permanent_slots`, spread evenly over the layers, always stay in host
     memory; the rest is on disk and passes through `cache_slots` further host slots.
     """
@@ -32,10 +32,10 @@ class ExpertPlaces(WorkerSync):
         super().__init__(watchdog_seconds)
         self.experts = experts
         self.maps = [experts] * n_layers
-        """Which expert of each layer is at which position."""
+        """The expert at each position of each layer."""
         self.n_layers = n_layers
         self.residents = residents if residents is not None else [0] * n_layers
-        """Experts of each layer resident: the first ones."""
+        """The number of resident experts of each layer: the first ones."""
         count = n_layers * experts.n_local - sum(self.residents)
         self.permanent_slots = min(permanent_slots, count)
         on_disk = count - self.permanent_slots
@@ -45,7 +45,7 @@ class ExpertPlaces(WorkerSync):
         assert self.disk_slots == 0 or self.least_cache >= 1
         self.host_slots = self.permanent_slots + self.least_cache
         self.entries = self._number_entries(count)
-        self.remote_experts: RemoteExperts | None = None
+        self.remote_experts = RemoteExperts(n_layers)
         """Experts of other ranks that this one can upload. They are no `entries`."""
         self.replicas = Replicas()
         self._cached: dict[Entry, None] = {}
@@ -80,7 +80,6 @@ class ExpertPlaces(WorkerSync):
     def at(self, layer: int, position: int) -> Entry:
         n_local = self.experts.n_local
         if position >= n_local:
-            assert self.remote_experts is not None
             return self.remote_experts.of(layer)[position - n_local]
         return self.entries[layer * n_local + position]
 
@@ -88,14 +87,13 @@ class ExpertPlaces(WorkerSync):
         """The expert, or remote expert, with a number."""
         if number < len(self.entries):
             return self.entries[number]
-        assert self.remote_experts is not None
         return self.remote_experts.entries[number - len(self.entries)]
 
     @property
     def computed(self) -> list[ExpertMap]:
-        """Which expert of each layer is at which position, for passes: after the local experts come
-        the remote experts."""
-        if self.remote_experts is None:
+        """The expert at each position of each layer, for passes: the local experts, then the remote
+        ones."""
+        if not self.remote_experts.ids:
             return self.maps  # itself: experts may be swapped
         ids = self.experts.local_ids + self.remote_experts.ids
         return [ExpertMap(self.experts.n_global, ids)] * self.n_layers
@@ -113,35 +111,34 @@ class ExpertPlaces(WorkerSync):
         n_local, remote = self.experts.n_local, entry.number - len(self.entries)
         if remote < 0:
             return entry.number % n_local
-        assert self.remote_experts is not None
         return n_local + remote % len(self.remote_experts.ids)
 
     # -- slots ----------------------------------------------------------------------------
 
     @property
     def in_host(self) -> int:
-        """Experts that always stay in host memory."""
-        return sum(e.host_slot is not None and e.disk_slot is None for e in self.entries)
+        """The number of experts that always stay in host memory."""
+        return sum(e.host_slot is not None and not e.on_disk for e in self.entries)
 
     @property
     def on_disk(self) -> int:
-        """Experts on disk."""
+        """The number of experts on disk."""
         return self.disk_slots - len(self.free_records)
 
     @property
     def cache_slots(self) -> int:
-        """Host slots that the experts on disk share."""
+        """The number of host slots that the experts on disk share."""
         return len(self.free_slots) + len(self._cached)
 
     def cached(self) -> Iterable[Entry]:
-        """Under the lock: the experts on disk that have a host slot."""
+        """The experts on disk that have a host slot. Called under the lock."""
         return self._cached
 
     def disk_busy(self) -> bool:
         return any(entry.io for entry in self._cached)
 
     def touch(self, entry: Entry) -> None:
-        """Notes that the expert is needed, for the choice of the least recently used."""
+        """Note that the expert is needed, for the choice of the least recently used."""
         with self.lock:
             if entry in self._cached:
                 del self._cached[entry]
@@ -150,7 +147,7 @@ class ExpertPlaces(WorkerSync):
     def assign_host_slot(
         self, entry: Entry, needed: Collection[Entry], order: Iterable[Entry] | None = None
     ) -> bool:
-        """Gives the expert a host slot: a free one, or that of the least recently used expert, or
+        """Give the expert a host slot: a free one, or that of the least recently used expert, or
         the first in `order`, that is not among the `needed` and not in use. False if there is
         none."""
         with self.lock:
@@ -168,7 +165,7 @@ class ExpertPlaces(WorkerSync):
             return True
 
     def evict(self, entry: Entry) -> None:
-        """Under the lock: takes the host slot of an expert on disk."""
+        """Take the host slot of an expert on disk. Called under the lock."""
         assert entry.host_slot is not None
         self.free_slots.append(entry.host_slot)
         entry.host_slot, entry.valid = None, Part(0)
@@ -176,7 +173,7 @@ class ExpertPlaces(WorkerSync):
         del self._cached[entry]
 
     def recount_slots(self) -> None:
-        """At the beginning and after an interrupt: the entries say which slots are free."""
+        """Derive the free slots from the entries: at the beginning and after an interrupt."""
         with self.lock:
             for layer, count in enumerate(self.residents):
                 for entry in self.layer_entries(layer)[:count]:
@@ -184,10 +181,10 @@ class ExpertPlaces(WorkerSync):
                     entry.upload = entry.copy = None
                     entry.valid = entry.dirty = Part(0)
             in_host = [entry for entry in self.entries if entry.host_slot is not None]
-            on_disk = [entry for entry in self.entries if entry.disk_slot is not None]
+            on_disk = [entry for entry in self.entries if entry.on_disk]
             held = {entry.host_slot for entry in in_host}
             # experts on disk that have a host slot, the least recently used first
-            cached = {entry for entry in in_host if entry.disk_slot is not None}
+            cached = {entry for entry in in_host if entry.on_disk}
             known = [entry for entry in self._cached if entry in cached]
             self._cached = dict.fromkeys([*known, *cached])
             self.free_slots = [slot for slot in range(self.host_slots) if slot not in held]
@@ -195,7 +192,7 @@ class ExpertPlaces(WorkerSync):
             self.free_records = [n for n in range(self.disk_slots) if n not in stored]
 
     def check_conserved(self) -> None:
-        """When idle: every host slot is either free or held by exactly one expert."""
+        """Asserts, when idle, that every host slot is either free or held by exactly one expert."""
         with self.lock:
             held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
             slots = sorted([*held, *self.free_slots])

@@ -29,7 +29,7 @@ class RecordMemory:
         progress: Progress | None,
         weights: Tensor | None = None,
     ) -> None:
-        """With `weights` the host slots for weights are in this memory."""
+        """`weights` is memory for the host slots of weights, if it exists already."""
         assert disk is not None or not disk_slots
         self.layout = layout
         self.pinned = pinned
@@ -47,12 +47,12 @@ class RecordMemory:
         return self.layout.state_bytes if part == Part.STATES else self.layout.weight_bytes
 
     def set_state_dtype(self, dtype: torch.dtype) -> None:
-        """Sets the dtype of the moments, before their memory is allocated."""
+        """Set the dtype of the moments, before their memory is allocated."""
         assert Part.STATES not in self.slabs
         self.layout = replace(self.layout, state_dtype=dtype)
 
     def allocate(self, part: Part, host_slots: int, background: bool) -> None:
-        """Allocates the memory and disk space for `part` of every expert."""
+        """Allocate the memory and disk space for `part` of every expert."""
         name = part.name.lower() if part.name else "?"
         size = self.size(part)
         if self._folder is not None:
@@ -66,12 +66,12 @@ class RecordMemory:
         )
 
     def extend(self, host_slots: int) -> None:
-        """Adds host slots, up to this number."""
+        """Add host slots, up to this number."""
         for slab in self.slabs.values():  # one of them may have failed before
             slab.extend(host_slots - len(slab))
 
     def wait_allocated(self) -> None:
-        """Blocks until the memory of all slabs is allocated and pinned."""
+        """Block until the memory of all slabs is allocated and pinned."""
         for slab in self.slabs.values():
             slab.wait_allocated()
 
@@ -84,7 +84,7 @@ class RecordMemory:
         return sum(file.nbytes for file in self.files.values())
 
     def disk_budget(self) -> int | None:
-        """Bytes of the files with what is free on their disk; None without files."""
+        """Bytes of the files and free bytes of their disk; None without files."""
         return self.disk_bytes + disk_free(self._folder) if self._folder is not None else None
 
     def read(self, part: Part, record: int) -> Tensor:
@@ -94,7 +94,7 @@ class RecordMemory:
         return scratch
 
     def write(self, part: Part, record: int, fill: Callable[[Tensor], None]) -> None:
-        """Sets a record on disk to what `fill` writes."""
+        """Set a record on disk to what `fill` writes."""
         scratch = self._scratch(part)
         fill(scratch)
         self.files[part].write(record, scratch)

@@ -1,10 +1,9 @@
 """Experts that other ranks own, and that this rank can upload from their memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.tiers.entry import Entry
 from overspill.tiers.shared_experts import RankMemory, SharedExperts
@@ -12,13 +11,13 @@ from overspill.tiers.slab import HostSlab
 
 
 class RemoteExpert(Entry):
-    """The entry of such an expert. Its `version` is the one that its owner has announced for the
-    current pass; the weights are current when the owner's word shows it."""
+    """The entry of an expert of another rank. `version` is the one that its owner has published for
+    the current pass; the weights are current when the owner's word shows it."""
 
     __slots__ = ("_index", "_owner", "_slab")
 
     def __init__(self, id: ExpertId, owner: RankMemory, slab: HostSlab, index: int) -> None:
-        """Its weights are in a slot of `slab`, in the memory of its owner."""
+        """`slab`, in the memory of the owner, has the weights in slot `index`."""
         super().__init__(id, -1, None, None)  # it gets its number with all others
         self._owner = owner
         self._slab = slab
@@ -34,50 +33,62 @@ class RemoteExpert(Entry):
 
 
 class RemoteExperts:
-    """The remote experts of each layer, in the order of their ids."""
+    """The remote experts of each layer, in the order of their ids. There are none by default."""
 
-    def __init__(self, shared: SharedExperts, n_layers: int, first: int, pinned: bool) -> None:
-        """Their numbers begin with `first`."""
-        own, parts = shared.parts[shared.rank], shared.parts
-        self.ids = tuple(id for id in range(own.n_global) if id not in own.local_ids)
-        self.slabs: list[HostSlab] = []
-        found: dict[ExpertId, RemoteExpert] = {}
-        try:
-            for rank, (memory, part) in enumerate(zip(shared.memories, parts, strict=True)):
-                if rank != shared.rank:
-                    self._add(found, memory, part, n_layers, pinned)
-        except BaseException:
-            self.close()
-            raise
-        self._layers: list[list[RemoteExpert]] = []
-        for layer in range(n_layers):
-            self._layers.append([found[ExpertId(layer, id)] for id in self.ids])
+    def __init__(
+        self,
+        n_layers: int,
+        found: Mapping[ExpertId, RemoteExpert] | None = None,
+        slabs: Sequence[HostSlab] = (),
+        first: int = 0,
+    ) -> None:
+        """`found` has the same ids in each layer, `slabs` their weights; `first` is the number of
+        the first entry."""
+        found = found or {}
+        self.ids = tuple(sorted({id.index for id in found}))
+        self.slabs = slabs
+        self._layers = [
+            [found[ExpertId(layer, id)] for id in self.ids] for layer in range(n_layers)
+        ]
         self.entries = [remote for layer in self._layers for remote in layer]
         for number, remote in enumerate(self.entries, first):
             remote.number = number
 
-    def _add(
-        self,
-        found: dict[ExpertId, RemoteExpert],
-        memory: RankMemory,
-        part: ExpertMap,
-        n_layers: int,
-        pinned: bool,
-    ) -> None:
-        sizes = memory.sizes
-        slab = HostSlab(
-            "weights of other ranks",
-            sizes.experts,
-            sizes.weight_bytes,
-            pinned,
-            background=True,
-            memory=memory.weights,
-        )
-        self.slabs.append(slab)
-        for layer in range(n_layers):
-            for position, expert in enumerate(part.local_ids):
-                id = ExpertId(layer, expert)
-                found[id] = RemoteExpert(id, memory, slab, layer * part.n_local + position)
+    @classmethod
+    def of_ranks(
+        cls, shared: SharedExperts, n_layers: int, first: int, pinned: bool
+    ) -> "RemoteExperts":
+        """The experts of all other ranks."""
+        slabs: list[HostSlab] = []
+        found: dict[ExpertId, RemoteExpert] = {}
+        try:
+            for rank, (memory, part) in enumerate(zip(shared.memories, shared.parts, strict=True)):
+                if rank == shared.rank:
+                    continue
+                slab = HostSlab(
+                    "weights of other ranks",
+                    memory.sizes.experts,
+                    memory.sizes.weight_bytes,
+                    pinned,
+                    background=True,
+                    memory=memory.weights,
+                )
+                slabs.append(slab)
+                for layer in range(n_layers):
+                    for position, expert in enumerate(part.local_ids):
+                        id, index = ExpertId(layer, expert), layer * part.n_local + position
+                        found[id] = RemoteExpert(id, memory, slab, index)
+        except BaseException:
+            for slab in slabs:
+                slab.close()
+            raise
+        return cls(n_layers, found, slabs, first)
+
+    def expect(self, layer: int, versions: Sequence[int]) -> None:
+        """Set the versions of a layer's remote experts for a pass, under the store's lock.
+        `versions` are those that the owners have published, by expert id."""
+        for remote in self._layers[layer]:
+            remote.version = versions[remote.id.index]
 
     def of(self, layer: int) -> Sequence[RemoteExpert]:
         return self._layers[layer]

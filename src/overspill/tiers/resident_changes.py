@@ -15,7 +15,8 @@ class ResidentChanges:
         self._store = store
 
     def missing_slots(self, count: int) -> int:
-        """How many host slots must be added before `count` experts can leave the device."""
+        """The number of host slots that must be added before `count` experts can leave the
+        device."""
         store = self._store
         with store.lock:
             to_host = count - len(store.free_records)
@@ -23,7 +24,7 @@ class ResidentChanges:
             return max(0, missing) if to_host > 0 else 0
 
     def extend_host(self, count: int) -> None:
-        """Adds host slots."""
+        """Add host slots."""
         store = self._store
         with store.lock:
             slots = store.host_slots + count
@@ -32,22 +33,22 @@ class ResidentChanges:
             store.host_slots = slots
 
     def empty_cache(self) -> None:
-        """Takes experts on disk out of their host slots."""
+        """Take experts on disk out of their host slots."""
         with self._store.lock:
             for entry in list(self._store.cached()):
                 self._store.write_back(entry)
                 self._store.evict(entry)
 
     def leave_host(self, layer: int, count: int) -> None:
-        """The first `count` experts of a layer are resident now: their host slots and disk slots
-        are free."""
+        """Make the first `count` experts of a layer resident: free their host slots and disk
+        slots."""
         with self._store.lock:
             self._store.residents[layer] = count
             self._store.recount_slots()
 
     def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
-        """The expert, the last one of its layer resident, gets a host slot or a disk
-        slot; `fills` write its parts."""
+        """Give the last resident expert of a layer a host slot or a disk slot; `fills` write its
+        parts."""
         store, layer = self._store, entry.id.layer
         with store.lock:
             assert store.position(entry) == store.residents[layer] - 1
@@ -67,7 +68,7 @@ class ResidentChanges:
             free.pop()
 
     def load_weights(self, entry: Entry) -> Tensor:
-        """The weights in the expert's host slot; an expert on disk gets one."""
+        """Return the weights in the expert's host slot, which an expert on disk gets now."""
         store = self._store
         with store.lock:
             if not entry.readable:
@@ -81,13 +82,13 @@ class ResidentChanges:
             return store.host(entry, Part.WEIGHTS)
 
     def swap(self, resident: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
-        """Swaps two experts of a layer, one resident and one in a host slot: `copy` swaps their
+        """Swap two experts of a layer, one resident and one in a host slot: `copy` swaps their
         weights. If it raises, the caller has the old weights."""
         store, layer = self._store, resident.id.layer
         with store.lock:
             new = store.maps[layer].swapped(store.position(resident), store.position(streamed))
             streamed.version += 1  # the copy on the GPU is out of date
-            if streamed.disk_slot is not None:
+            if streamed.on_disk:
                 streamed.dirty |= Part.WEIGHTS
             copy()
             store.maps[layer] = new

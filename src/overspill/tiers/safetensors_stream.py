@@ -87,13 +87,13 @@ class StreamWriter:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes the whole tensor `name`."""
+        """Write the whole tensor `name`."""
         if tuple(tensor.shape) != self._specs[name].shape:
             raise ValueError(f"{name}: {tuple(tensor.shape)} is not {self._specs[name].shape}")
         self.write_piece(name, 0, tensor)
 
     def write_piece(self, name: str, offset: int, tensor: torch.Tensor) -> None:
-        """Writes `tensor` to the elements of tensor `name` from `offset` on; each element once."""
+        """Write `tensor` to the elements of tensor `name` from `offset` on; each element once."""
         spec = self._specs[name]
         if tensor.dtype != spec.dtype or not 0 <= offset <= spec.numel - tensor.numel():
             raise ValueError(
@@ -114,7 +114,7 @@ class StreamWriter:
         return sum(self._missing.values())
 
     def close(self) -> None:
-        """Syncs the file to the disk. Raises ValueError if an element was not written."""
+        """Sync the file to the disk. Raises ValueError if an element was not written."""
         try:
             unwritten = [name for name, left in self._missing.items() if left != 0]
             if unwritten and not self._shared:
@@ -127,7 +127,7 @@ class StreamWriter:
             os.close(self._fd)
 
     def abandon(self) -> None:
-        """Closes an incomplete file after a failure."""
+        """Close an incomplete file after a failure."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -199,13 +199,13 @@ class StreamReader:
             raise self._corrupt(f"it {kind}: {size} bytes instead of {8 + length + end}")
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns the whole tensor `name`."""
+        """Return the whole tensor `name`."""
         out = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
         self.read_piece(name, 0, out)
         return out
 
     def read_piece(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """Fills the contiguous CPU tensor `out` from element `offset` of tensor `name` on."""
+        """Fill the contiguous CPU tensor `out` from element `offset` of tensor `name` on."""
         spec = self.specs[name]
         if out.dtype != spec.dtype or not 0 <= offset <= spec.numel - out.numel():
             raise ValueError(f"{name} is {spec}; it has no {out.numel()} {out.dtype} at {offset}")
@@ -224,7 +224,7 @@ class StreamReader:
             done += count
 
     def overwrite(self, fd: int, name: str, tensor: torch.Tensor) -> None:
-        """Writes tensor `name` through another descriptor of the file."""
+        """Write tensor `name` through another descriptor of the file."""
         spec = self.specs[name]
         if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise ValueError(f"{name} is {spec}, not {tuple(tensor.shape)} of {tensor.dtype}")
@@ -246,7 +246,7 @@ class StreamReader:
 
 
 def replace_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Overwrites tensors of a file, one after another, by others of their types and shapes."""
+    """Overwrite tensors of a file, one after another, by others of their types and shapes."""
     with StreamReader(path) as reader:
         fd = os.open(path, os.O_WRONLY)
         try:

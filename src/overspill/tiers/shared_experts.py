@@ -1,7 +1,7 @@
-"""The host memory that the ranks of a node share: what lies where in that of each rank.
+"""The host memory that the ranks of a node share, and the parts of each rank's.
 
-Every word has one writer. A writer changes its word after what the word stands for, a reader looks
-at the word first; both take locks in between, which order their accesses.
+Every word has one writer. A writer changes its word after the data that the word describes, a
+reader looks at the word first; both take locks in between, which order their accesses.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Words = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Of the shared memory of one rank."""
+    """Sizes of the parts of the shared memory of one rank."""
 
     experts: int  # its own ones, of all layers
     weight_bytes: int
@@ -62,14 +62,14 @@ class RankMemory:
         counts = [sizes.experts, sizes.outbox_slots, sizes.n_ranks * sizes.outbox_slots]
         versions, sent, taken = words.view(torch.int64)[: sizes.n_words].split(counts)
         self.versions: Words = versions.numpy()
-        """Of the weights of each of its experts."""
+        """The version of the weights of each of its experts."""
         self.sent: Words = sent.numpy()
         """The pass whose gradient is in each slot of the outbox."""
         self.taken: Words = taken.view(sizes.n_ranks, sizes.outbox_slots).numpy()
         """The last pass of which this rank has taken the gradient in a slot, [rank, slot]."""
 
     def close(self) -> None:
-        """Releases the mapping, when no slab uses it any more."""
+        """Release the mapping, when no slab uses it any more."""
         self.weights = self.outbox = self.weights.new_empty(0)
         self.versions = self.sent = self.taken = np.empty(0, np.int64)
 

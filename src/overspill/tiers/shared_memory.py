@@ -78,7 +78,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _map(file: int, size: int) -> Tensor:
-    """Maps a file at a multiple of the size of a huge page."""
+    """Map a file at a multiple of the size of a huge page."""
     libc, length = _libc(), round_up(size, mmap.PAGESIZE)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     start = _checked(libc.mmap(None, length + HUGE_PAGE, 0, private, -1, 0))
@@ -107,7 +107,7 @@ def _checked(address: int | None) -> int:
 
 
 def _populate(memory: Tensor) -> None:
-    """Allocates the pages of shared memory and makes them huge where possible, before they are
+    """Allocate the pages of shared memory and make them huge where possible, before they are
     pinned. Raises OSError if the system has none left."""
     pieces = memory.split(_PIECE_BYTES)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="overspill-allocate") as threads:

@@ -49,7 +49,7 @@ class HostSlab:
         piece_bytes: int = _PIECE_BYTES,
         memory: Tensor | None = None,
     ) -> None:
-        """With `memory`, which is allocated and may have content, the slots are there."""
+        """`memory` is memory for the slots that is allocated already, and may have content."""
         self._registered: list[int] = []  # first: __del__ reads them
         self._pieces: list[Future[int]] = []
         assert slot_bytes % ALIGN == 0
@@ -100,7 +100,7 @@ class HostSlab:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def wait_allocated(self, progress: Progress | None = None) -> None:
-        """Blocks until all memory is allocated and, if `pinned`, registered."""
+        """Block until all memory is allocated and, if `pinned`, registered."""
         for number, piece in enumerate(self._pieces, start=1):
             code = piece.result()
             if code != 0:
@@ -120,7 +120,7 @@ class HostSlab:
             self._threads = None
 
     def extend(self, slots: int) -> None:
-        """Adds slots, in memory of their own."""
+        """Add slots, in memory of their own."""
         more = HostSlab(self.name, slots, self._slot_bytes, self._pinned)
         self._more.append(more)
         self._views += more._views
@@ -133,7 +133,7 @@ class HostSlab:
         return self._views[slot]
 
     def close(self) -> None:
-        """Unpins and releases the memory. It is freed when the last view of it is gone."""
+        """Unpin and release the memory. It is freed when the last view of it is gone."""
         for piece in self._pieces:
             piece.cancel()
         wait(self._pieces)
@@ -154,7 +154,7 @@ class HostSlab:
 
 
 def _allocate_piece(addresses: list[int], piece: Tensor, pinned: bool, touch: bool) -> int:
-    """Adds its address to `addresses` if it was registered. Does not refer to the slab: a thread
+    """Add its address to `addresses` if it was registered. Does not refer to the slab: a thread
     that held the last reference to it would have to wait for itself."""
     if touch:  # the system allocates zeroed pages on the first access
         ctypes.memset(piece.data_ptr(), 0, piece.numel())  # releases the GIL

@@ -21,8 +21,8 @@ PRESENT, ARRIVING = -1, -2  # instead of an offset in a file, as in cpu_misses.h
 
 
 def check_folder(folder: Path, need: int) -> None:
-    """Raises DiskError if `folder` cannot be written or has less than `need` bytes free. Creates
-    it, but not its parents: that of a disk which is not mounted would be on another one."""
+    """Raise DiskError if `folder` cannot be written or has less than `need` bytes free. Creates it,
+    but not its parents: that of a disk which is not mounted would be on another one."""
     if not folder.exists() and not folder.absolute().parent.exists():
         raise DiskError(
             f"the disk folder {folder} cannot be created: {folder.absolute().parent} does not "
@@ -50,7 +50,7 @@ def check_folder(folder: Path, need: int) -> None:
 
 
 def reserve(fd: int, size: int) -> bool:
-    """Gives a file its size and reserves the space now, so that a full disk is found here and not
+    """Give a file its size and reserve the space now, so that a full disk is found here and not
     during a step. False if the file system cannot reserve space."""
     try:
         os.posix_fallocate(fd, 0, max(size, 1))
@@ -82,7 +82,7 @@ class RecordFile:
 
     @staticmethod
     def _open(path: Path) -> int:
-        """Creates the file; never opens one that is there, nor the target of a link."""
+        """Create the file; never opens one that is there, nor the target of a link."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             try:
@@ -109,7 +109,7 @@ class RecordFile:
             )
 
     def read(self, slot: int, into: Tensor) -> None:
-        """Reads record `slot` into the bytes `into`, a slot of a slab."""
+        """Read record `slot` into the bytes `into`, a slot of a slab."""
         view = memoryview(_buffer(into))
         done = 0
         while done < len(view):
@@ -122,7 +122,7 @@ class RecordFile:
             done += n
 
     def write(self, slot: int, source: Tensor) -> None:
-        """Writes the bytes `source`, a slot of a slab, as record `slot`."""
+        """Write the bytes `source`, a slot of a slab, as record `slot`."""
         if os.fstat(self.fd).st_size < self.nbytes:
             raise self._truncated()  # a write past the end would fill the gap with zeros
         view = memoryview(_buffer(source))
@@ -134,8 +134,8 @@ class RecordFile:
                 raise self._error("writing", len(view), error) from error
 
     def read_error(self, number: int) -> DiskError:
-        """Of a native thread that could not read a record: an `errno`, or -1 for the end of the
-        file."""
+        """The error of a native thread that could not read a record: `code` is an `errno`, or -1
+        for the end of the file."""
         if number < 0:
             return self._truncated()
         return self._error("reading", self.slot_bytes, OSError(number, os.strerror(number)))
@@ -158,7 +158,7 @@ class RecordFile:
         )
 
     def close(self) -> None:
-        """Closes the file, which frees its disk space."""
+        """Close the file, which frees its disk space."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -193,8 +193,8 @@ class DirectFile:
             return None
 
     def read(self, into: memoryview, at: int) -> int:
-        """Reads from offset `at` into the start of `into`. Returns the number of bytes, 0 at the
-        end of the file."""
+        """Read from offset `at` into the start of `into`. Returns the number of bytes, 0 at the end
+        of the file."""
         bounce = self._bounce.buffer
         skip = at % ALIGN
         length = min(len(bounce), round_up(skip + len(into), ALIGN))

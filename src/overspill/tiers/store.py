@@ -1,9 +1,9 @@
-"""The store owns what is known of each expert's place: its host slot, its disk slot, which of its
-parts are valid in host memory and which are newer than on disk. It owns the memory, the record
-files, the entries and the lock that guards them. Every change of an entry is a method here, in
-`ExpertPlaces`, or in a part of the store: `DecodingSlots`, `ResidentChanges`."""
+"""The store of a model's experts: the memory, the record files, the entries (the slots of each
+expert, and which of its parts are valid in host memory or newer than on disk) and the lock that
+guards them. Every change of an entry is a method here, in `ExpertPlaces`, or in a part of the
+store: `DecodingSlots`, `ResidentChanges`."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -29,8 +29,7 @@ class _Issuing:
 
 
 class ExpertStore(ExpertPlaces):
-    """Where all local experts are, and the host slots and disk records of those that are streamed;
-    what is read, written and updated there."""
+    """The entries of all local experts, and the host slots and disk records of streamed ones."""
 
     def __init__(
         self,
@@ -47,8 +46,8 @@ class ExpertStore(ExpertPlaces):
         spare_records: int = 0,
         shared: SharedExperts | None = None,
     ) -> None:
-        """With `shared` the weights are in memory that other ranks read; all experts are in host
-        memory then."""
+        """`shared` is memory for the weights that other ranks read. All experts are in host memory
+        then."""
         super().__init__(
             n_layers,
             experts,
@@ -70,23 +69,26 @@ class ExpertStore(ExpertPlaces):
                 assert self.permanent_slots == len(self.entries), (
                     "all experts must be in host memory"
                 )
-                self.remote_experts = RemoteExperts(shared, n_layers, len(self.entries), pinned)
+                self.remote_experts = RemoteExperts.of_ranks(
+                    shared, n_layers, len(self.entries), pinned
+                )
         except BaseException:
             self.close()  # leaves no file behind
             raise
 
     @property
     def layout(self) -> RecordLayout:
+        """The layout of records; the optimizer may change that of states before they exist."""
         return self.memory.layout
 
     def allocate(self, part: Part, background: bool = False) -> None:
-        """Allocates the memory and disk space for `part` of every expert, once."""
+        """Allocate the memory and disk space for `part` of every expert, once."""
         with self.lock:
             if part in self.memory.slabs:
                 return
             self.memory.allocate(part, self.host_slots, background)
             for entry in self.entries:
-                if entry.host_slot is not None and entry.disk_slot is None:
+                if entry.host_slot is not None and not entry.on_disk:
                     entry.valid |= part
 
     def host(self, entry: Entry, part: Part) -> Tensor:
@@ -99,38 +101,25 @@ class ExpertStore(ExpertPlaces):
         return self.memory.slabs[part][entry.host_slot]
 
     def unused_memory(self, part: Part) -> list[Tensor]:
-        """The memory of host slots that no expert has, until residents are changed. Experts on disk
-        would use it: there are none."""
+        """The memory of the free host slots, until residents are changed. There must be no experts
+        on disk, which would use it."""
         assert not self.disk_slots
         return [self.memory.slabs[part][slot] for slot in self.free_slots]
 
     def wait_allocated(self) -> None:
-        """Blocks until all memory is allocated and pinned."""
+        """Block until all memory is allocated and pinned."""
         self.memory.wait_allocated()
-        for slab in () if self.remote_experts is None else self.remote_experts.slabs:
+        for slab in self.remote_experts.slabs:
             slab.wait_allocated()
 
     def close(self) -> None:
         self.lifetime.closed = True
-        if self.remote_experts is not None:
-            self.remote_experts.close()
+        self.remote_experts.close()
         self.memory.close()
         if self._shared is not None:
             self._shared.close()
 
     # -- versions of weights that ranks share ------------------------------------------------
-
-    def versions(self, layer: int) -> list[int]:
-        """Of the local experts of a layer: those that updates which have begun will give them."""
-        with self.lock:
-            return [entry.version for entry in self.layer_entries(layer)]
-
-    def expect(self, layer: int, versions: Sequence[int]) -> None:
-        """The versions of all experts of a layer, by their ids, as their owners have announced
-        them for a pass."""
-        with self.lock:
-            for remote in () if self.remote_experts is None else self.remote_experts.of(layer):
-                remote.version = versions[remote.id.index]
 
     def wait_uploader(self, poll: bool = False) -> None:
         before = self._progress_of_others() if poll else 0
@@ -143,30 +132,30 @@ class ExpertStore(ExpertPlaces):
         return sum(int(memory.versions.sum()) for memory in memories)
 
     def _publish(self, entry: Entry) -> None:
-        """Other ranks may read the weights now."""
+        """Let other ranks read the weights."""
         if self._shared is not None:
             self._shared.own.versions[entry.number] = entry.version
 
     # -- disk transfers that wait for a change ---------------------------------------------
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` under the lock whenever a change may let a disk transfer start."""
+        """Call `listener` under the lock whenever a change may let a disk transfer start."""
         self._on_change = listener
 
     def request_transfers(self) -> None:
-        """What is needed in host memory has changed: lets disk transfers start."""
+        """Let disk transfers start, after a change of what is needed in host memory."""
         with self.lock:
             if self._on_change is not None:
                 self._on_change()
 
     def _changed(self, entry: Entry) -> None:
-        if entry.disk_slot is not None:
+        if entry.on_disk:
             self.request_transfers()
 
     # -- users of a host slot --------------------------------------------------------------
 
     def hold(self, entry: Entry) -> None:
-        """Keeps the expert in its host slot until `release`."""
+        """Keep the expert in its host slot until `release`."""
         with self.lock:
             entry.holds += 1
 
@@ -177,65 +166,65 @@ class ExpertStore(ExpertPlaces):
             self.wake_main()
 
     def begin_upload(self, entry: Entry) -> None:
-        """Keeps the host slot while a copy out of it is being issued."""
+        """Keep the host slot while a copy out of it is being issued."""
         with self.lock:
             entry.upload = _Issuing()
 
     def end_upload(self, entry: Entry, copy: Reader) -> None:
-        """The copy was issued: the slot is in use until `copy` is done."""
+        """Keep the host slot, for a copy that was issued, until `copy` is done."""
         with self.lock:
             entry.upload = copy
 
     def begin_copy(self, entry: Entry, copy: Reader) -> bool:
-        """Keeps the host slot until `copy`, for decoding steps, is done; False if the weights are
+        """Keep the host slot until `copy`, for decoding steps, is done; False if the weights are
         not there, or another such copy reads them."""
         with self.lock:
             if not entry.readable or not (entry.copy is None or entry.copy.done()):
                 return False
-            if entry.disk_slot is not None:
+            if entry.on_disk:
                 entry.copy = copy
             return True
 
     def upload_done(self, entry: Entry) -> None:
-        """The copy has ended; the host slot of an expert on disk may be reused."""
+        """Let the host slot of an expert on disk be reused, after the copy has ended."""
         with self.lock:
             self._changed(entry)
 
     # -- gradients and updates -------------------------------------------------------------
 
     def begin_update(self, entry: Entry) -> None:
-        """The expert's gradient is complete: its weights, here and on the GPU, are out of date
-        until `end_update`."""
+        """Mark the weights, here and on the GPU, as out of date until `end_update`: the gradient is
+        complete."""
         with self.lock:
             entry.stale = True
             entry.version += 1
 
     def end_update(self, entry: Entry) -> None:
-        """Weights and states in the host slot are new; the gradient is used up."""
+        """Mark weights and states in the host slot as new, and the gradient as used up."""
         with self.lock:
             entry.stale = False
             self._publish(entry)
-            if entry.disk_slot is not None:
+            if entry.on_disk:
                 entry.dirty |= Part.WEIGHTS | Part.STATES
                 self._forget_gradient(entry)
             self._changed(entry)
             self.wake_uploader()
 
     def keep_gradient(self, entry: Entry) -> None:
-        """The host slot holds a gradient that waits for more of it or for `step()`."""
+        """Mark the gradient in the host slot as valid: it waits for more of it or for `step()`."""
         with self.lock:
-            if entry.disk_slot is not None:
+            if entry.on_disk:
                 entry.valid |= Part.GRADS
                 entry.dirty |= Part.GRADS
 
     def discard_gradients(self, kept: Collection[int]) -> None:
-        """Drops the gradients of the experts with these numbers. No update is pending: all weights
-        are current again, and no host slot is held."""
+        """Drop the gradients of the experts with these numbers. No update may be pending: all
+        weights are current again, and no host slot is held."""
         with self.lock:
             for entry in self.entries:
                 entry.stale, entry.holds = False, 0
                 self._publish(entry)
-                if entry.number in kept and entry.disk_slot is not None:
+                if entry.number in kept and entry.on_disk:
                     self._forget_gradient(entry)
                     self._changed(entry)
             self.wake_uploader()
@@ -253,7 +242,7 @@ class ExpertStore(ExpertPlaces):
                 entry.dirty &= ~part  # now: an update during the write makes it dirty again
 
     def cancel_io(self, entry: Entry, part: Part, write: bool) -> None:
-        """The transfer will not take place."""
+        """Undo `begin_io` of a transfer that will not take place."""
         with self.lock:
             entry.io &= ~part
             if write:
@@ -268,7 +257,7 @@ class ExpertStore(ExpertPlaces):
             self.wake_all()
 
     def write_back(self, entry: Entry) -> None:
-        """Under the lock: writes what is newer in the host slot to disk."""
+        """Write the parts that are newer in the host slot to disk. Called under the lock."""
         for part, file in self.memory.files.items():
             if entry.dirty & part:
                 assert entry.disk_slot is not None
@@ -276,8 +265,8 @@ class ExpertStore(ExpertPlaces):
                 entry.dirty &= ~part
 
     def fail_read(self, entry: Entry, error: OSError) -> None:
-        """The weights could not be read, in inference: an error only where they are needed. They
-        are not read ahead any more."""
+        """Notes, in inference, that the weights could not be read: an error only where they are
+        needed. They are not read ahead any more."""
         with self.lock:
             self._unreadable[entry] = error
             self._changed(entry)
@@ -287,20 +276,20 @@ class ExpertStore(ExpertPlaces):
         return entry in self._unreadable
 
     def retry_reads(self, entries: Iterable[Entry]) -> None:
-        """These experts are needed now: those that could not be read may be read again."""
+        """Let experts that are needed now be read again if they could not be read."""
         with self.lock:
             for entry in entries if self._unreadable else ():
                 self._unreadable.pop(entry, None)
 
     def check_readable(self, entries: Iterable[Entry]) -> None:
-        """Under the lock: raises if one of these experts could not be read."""
+        """Raise if one of these experts could not be read. Called under the lock."""
         for entry in entries if self._unreadable else ():
             if (error := self._unreadable.get(entry)) is not None:
                 name = f"expert {entry.id.layer}.{entry.id.index}"
                 raise DiskError(f"{name} could not be read from disk: {error}") from error
 
     def recover(self) -> None:
-        """After a failure in inference, when no upload is running: the experts are as before."""
+        """Restore the entries after a failure in inference, when no upload is running."""
         with self.lock:
             for entry in self.entries:
                 entry.upload = None
@@ -310,20 +299,20 @@ class ExpertStore(ExpertPlaces):
 
     def read_part(self, entry: Entry, part: Part) -> Tensor:
         """The bytes of `part`: the host slot itself, or a copy from disk."""
-        if entry.host_slot is not None and entry.valid & part:
+        if entry.valid & part:
             return self.host(entry, part)
         assert entry.disk_slot is not None
         return self.memory.read(part, entry.disk_slot)
 
     def write_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` change the bytes of `part` in place."""
+        """Let `fill` change the bytes of `part` in place."""
         with self.lock:
             # held throughout: the old bytes must not be read and the slot must not be reused
             name = f"{entry.id.layer}.{entry.id.index}"
             self.wait(lambda: not entry.io, f"disk transfers of expert {name}")
-            if entry.host_slot is not None and entry.valid & part:
+            if entry.valid & part:
                 fill(self.host(entry, part))
-                if entry.disk_slot is not None:
+                if entry.on_disk:
                     entry.dirty |= part
             else:
                 assert entry.disk_slot is not None
@@ -337,9 +326,9 @@ class ExpertStore(ExpertPlaces):
                 self.wake_uploader()
 
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
-        """Lets `fill` set the bytes of `part` for the first time. Without the lock, because nothing
+        """Let `fill` set the bytes of `part` for the first time. Without the lock, because nothing
         else runs yet: several threads may do it, each for experts of its own."""
-        if entry.host_slot is not None and entry.valid & part:
+        if entry.valid & part:
             fill(self.host(entry, part))
             return
         assert entry.disk_slot is not None

@@ -1,4 +1,4 @@
-"""The lock shared by the main thread and the worker threads, and how they wait for each other."""
+"""The lock shared by the main thread and the worker threads, and their waits for each other."""
 
 import logging
 import threading
@@ -31,8 +31,8 @@ class Watchdog:
         self._reports = 0
 
     def check(self, progress: object) -> None:
-        """Under the lock, at least every `interval`: raises if `progress` has been the same for too
-        long."""
+        """Raise if `progress` has been the same for too long. Called under the lock, at least every
+        `interval`."""
         now = self._sync.now()
         passed, self._last = min(now - self._last, self.interval), now
         if progress != self._seen:
@@ -81,13 +81,14 @@ class WorkerSync:
         self.device_busy = busy
 
     def watchdog(self, what: str) -> Watchdog:
-        """For one wait; `what` says what is waited for, and which thread should signal it."""
+        """Return the watchdog of one wait; `what` names the awaited event and the thread that
+        should signal it."""
         return Watchdog(self, what, self._watchdog_seconds)
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Blocks until `ready()`, which is called under the lock. Raises if a worker thread has
-        failed, or if nothing has changed for a minute: `what` says what was waited for and which
-        thread should have signalled it."""
+        """Block until `ready()`, which is called under the lock. Raises if a worker thread has
+        failed, or if nothing has changed for a minute: `what` names the awaited event and the
+        thread that should have signalled it."""
         with self.lock:
             watchdog: Watchdog | None = None  # most waits are over at once
             while self.error is None and not ready():
@@ -98,11 +99,11 @@ class WorkerSync:
 
     @property
     def main_waits(self) -> bool:
-        """Under the lock: whether a pass waits for a transfer."""
+        """Whether a pass waits for a transfer. Read under the lock."""
         return self._main.is_awaited
 
     def disk_busy(self) -> bool:
-        """Under the lock: whether a disk transfer is running."""
+        """Whether a disk transfer is running. Called under the lock."""
         return False
 
     def wait_uploader(self, poll: bool = False) -> None:
@@ -125,7 +126,7 @@ class WorkerSync:
             self._uploader.notify_all()
 
     def wake_update(self) -> None:
-        """Wakes one update thread. All of them would compete for the lock, and the thread that
+        """Wake one update thread. All of them would compete for the lock, and the thread that
         computes would wait for it with them."""
         with self.lock:
             self._updates.notify()
@@ -143,7 +144,7 @@ class WorkerSync:
             ) from self.error
 
     def fail(self, error: BaseException) -> None:
-        """Records the first failure and wakes all threads."""
+        """Record the first failure and wake all threads."""
         with self.lock:
             if self.error is None:
                 self.error = error

@@ -237,7 +237,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
             bytes_by_tier=memory.bytes_by_tier if memory else None,
             host_peak=memory.host_peak if memory else None,
             gpu_peak=_gpu_peak() if log else None,
-            gpu_use=self.session.engine.gpu_use() if log else None,
+            gpu_use=self.session.engine.memory.gpu_use() if log else None,
             rank_rows=ranks.rows if ranks else None,
             rank_balance=round(ranks.placed, 4) if ranks else None,
             rank_balance_static=round(ranks.static, 4) if ranks else None,

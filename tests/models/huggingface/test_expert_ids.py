@@ -1,4 +1,4 @@
-"""The experts that pre-gates announce are those that the block then computes."""
+"""The experts that pre-gates hint at are those that the block then computes."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -45,22 +45,22 @@ class Noted:
     """Expert ids [T, K] by layer, of all passes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.announced: dict[int, list[Tensor]] = defaultdict(list)
+        self.hinted: dict[int, list[Tensor]] = defaultdict(list)
         self.needed: dict[int, list[Tensor]] = defaultdict(list)
         self.events: list[tuple[str, int]] = []
-        announce, route = Engine.announce, LocalDispatcher.route
+        hint, route = Engine.hint, LocalDispatcher.route
 
-        def noted_announce(engine: Engine, layer: int, ids_TK: Tensor) -> None:
-            self.announced[layer].append(ids_TK.clone())
-            self.events.append(("announced", layer))
-            announce(engine, layer, ids_TK)
+        def noted_hint(engine: Engine, layer: int, ids_TK: Tensor) -> None:
+            self.hinted[layer].append(ids_TK.clone())
+            self.events.append(("hinted", layer))
+            hint(engine, layer, ids_TK)
 
         def noted_route(own: Any, layer: int, ids_TK: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.needed[layer].append(ids_TK.clone())
             self.events.append(("needed", layer))
             return route(own, layer, ids_TK, *args, **kwargs)
 
-        monkeypatch.setattr(Engine, "announce", noted_announce)
+        monkeypatch.setattr(Engine, "hint", noted_hint)
         monkeypatch.setattr(LocalDispatcher, "route", noted_route)
 
 
@@ -90,17 +90,17 @@ def check(model: Any, family: Family, level: int, noted: Noted) -> None:
     number = iter(range(len(noted.needed)))
     layers = [[next(number) for _ in chain] for chain in find_chains(model)]
     conventional = {layer for chain in layers for layer in chain[:level]}
-    assert noted.announced.keys() == noted.needed.keys() - conventional
+    assert noted.hinted.keys() == noted.needed.keys() - conventional
     for chain in layers:  # each by the block `level` blocks before, when that has its own experts
         order = []
         for place, layer in enumerate(chain):
-            order += [("announced", later) for later in chain[place + level :][:1]]
+            order += [("hinted", later) for later in chain[place + level :][:1]]
             order.append(("needed", layer))
         events = [event for event in noted.events if event[1] in chain]
         assert events == order * (len(events) // len(order))
-    for layer, announced in noted.announced.items():
-        assert len(announced) >= 1
-        for ahead, now in zip(announced, noted.needed[layer], strict=True):
+    for layer, hinted in noted.hinted.items():
+        assert len(hinted) >= 1
+        for ahead, now in zip(hinted, noted.needed[layer], strict=True):
             assert torch.equal(ahead.sort(-1).values, now.sort(-1).values.to(ahead.dtype))
     passes = {len(ids) for ids in noted.needed[max(noted.needed)]}
     assert 1 in passes
@@ -109,7 +109,7 @@ def check(model: Any, family: Family, level: int, noted: Noted) -> None:
 
 
 @pytest.mark.parametrize("family", cases(FEW))
-def test_announced_experts_are_those_that_are_needed(
+def test_hinted_experts_are_those_that_are_needed(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(family).eval()
@@ -133,7 +133,7 @@ def test_announced_experts_are_those_that_are_needed(
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_announced_experts_are_those_that_are_needed_some_blocks_ahead(
+def test_hinted_experts_are_those_that_are_needed_some_blocks_ahead(
     family: Family, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = Noted(monkeypatch)
@@ -142,7 +142,7 @@ def test_announced_experts_are_those_that_are_needed_some_blocks_ahead(
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_nllb_announces_what_its_routing_needs(
+def test_nllb_hints_at_what_its_routing_needs(
     fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = DEEP_BY_NAME["nllb-moe"]
@@ -150,11 +150,11 @@ def test_nllb_announces_what_its_routing_needs(
     with hosted(make_model(family).eval(), tmp_path, fix_nllb_routing=fixed) as model:
         check(overspill.pregate(model), family, 1, noted)
         n_experts = model.overspill.n_experts
-    used = {int(e) for ids in noted.announced.values() for each in ids for e in each.flatten()}
+    used = {int(e) for ids in noted.hinted.values() for each in ids for e in each.flatten()}
     assert used - {n_experts} == (set(range(n_experts)) if fixed else {0, 1})
 
 
-def test_tokens_beyond_the_capacity_of_switch_are_announced_for_no_expert(
+def test_tokens_beyond_the_capacity_of_switch_are_hints_for_no_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = DEEP_BY_NAME["switch_transformers"]
@@ -166,7 +166,7 @@ def test_tokens_beyond_the_capacity_of_switch_are_announced_for_no_expert(
     with hosted(overspill.pregate(model), tmp_path) as twin, torch.no_grad():
         twin(**make_batch(family, twin))
         none = twin.overspill.n_experts
-    for ahead, now in zip(noted.announced[1], noted.needed[1], strict=True):
+    for ahead, now in zip(noted.hinted[1], noted.needed[1], strict=True):
         assert ahead.shape == (24, 1)
         assert torch.equal(ahead, now)
         assert (ahead == none).all()

@@ -149,7 +149,7 @@ def naive_layer(layer: "overspill.MoELayer", x: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _name(layer: "overspill.MoELayer") -> str:
-    return layer.activation.form.function.name.lower()
+    return layer.activation().form.function.name.lower()
 
 
 def backend(name: str, mesh: DeviceMesh | None, device: str, inject: Inject | None) -> Exchange:

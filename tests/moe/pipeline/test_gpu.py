@@ -61,7 +61,7 @@ def run_delayed(case: Case, delay: str, mesh: DeviceMesh | None = None, rank: in
     exchange = backend(case.backend, mesh, "cuda", slow(delay))
     layer = case.layer(exchange=exchange, mesh=mesh)
     if delay == "compute":
-        layer.activation = SlowActivation(layer.shape.gated)
+        layer._activation = SlowActivation(layer.shape.gated)
     run(case, layer, rank)  # a second pass uses the memory of the first
     return run(case, layer, rank)
 

@@ -61,7 +61,7 @@ class Noted:
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_sends_and_returns_alternate(n: int) -> None:
     steps = Noted()
-    run_pipeline(n, steps)
+    run_pipeline(n, steps.send, steps.compute, steps.finish)
     assert not steps.under_way
     assert sorted(steps.order) == sorted(f"{k}{i}" for k in ("S", "R", "finish ") for i in range(n))
     if n == 5:
@@ -74,5 +74,5 @@ def test_a_failure_waits_for_what_is_under_way(failing: str) -> None:
     """Else the memory of these rows would be used for others before they have arrived."""
     steps = Noted(failing)
     with pytest.raises(MemoryError, match=failing):
-        run_pipeline(5, steps)
+        run_pipeline(5, steps.send, steps.compute, steps.finish)
     assert not steps.under_way

@@ -49,9 +49,9 @@ def test_a_prediction_is_expected_where_it_was_closer_than_history() -> None:
     assert counts.expected(0, F) == ((2, 2), CountSource.HISTORY), "nothing is predicted yet"
     counts.predict(0, [3, 1])
     assert counts.expected(0, F) == ((3, 1), CountSource.PREDICTION)
-    counts.announce(0, [1, 3])
+    counts.hint(0, [1, 3])
     assert counts.expected(0, F) == ((1, 3), CountSource.ROUTING), "a pre-gate knows"
-    counts.forget_announced()
+    counts.forget_hints()
     assert counts.expected(0, F)[1] is CountSource.HISTORY
 
 

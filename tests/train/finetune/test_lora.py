@@ -98,6 +98,6 @@ def test_with_adapters_every_slot_holds_an_expert(mixtral: Path, tmp_path: Path)
     assert engine.placement.slots == 3
     for _ in range(2):
         model(**collate(plan.data.eval_rows, plan.pad, plan.device)).loss.backward()
-    held = sum(len(engine.compute.plan.slots(layer)) for layer in range(engine.n_layers))
+    held = sum(len(engine.compute.streamer.plan.slots(layer)) for layer in range(engine.n_layers))
     assert held == 3
     engine.close()

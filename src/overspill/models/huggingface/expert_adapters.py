@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.moe.adapters import Factors, LayerAdapters
-from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
-from overspill.moe.state_dict import Places, split_record, stack_sizes
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder, Places
+from overspill.moe.state_dict import split_record, stack_sizes
 
 _log = logging.getLogger("overspill")
 _LAYERS = "peft.tuners.lora.layer"

@@ -23,8 +23,14 @@ from overspill.models.huggingface.dictionaries import (
 from overspill.models.huggingface.expert_adapters import show_stand_ins
 from overspill.moe.data_parallel import refuse_replicas
 from overspill.moe.engine import Engine
-from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
-from overspill.moe.state_dict import Place, Places, show_experts, split_record, stacked
+from overspill.moe.placeholder import (
+    ExpertPlaceholder,
+    OthersPlaceholder,
+    Place,
+    Places,
+    stacked,
+)
+from overspill.moe.state_dict import show_experts, split_record
 
 PLACEHOLDER = "overspill"
 """The name of the placeholder among the parameters of an experts module."""

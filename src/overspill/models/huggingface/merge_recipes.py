@@ -12,7 +12,7 @@ from overspill.models.huggingface.conversion import model_conversions, reverted
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.lora import LoraTensors
 from overspill.models.huggingface.recipes import Recipes, Tensors
-from overspill.moe.state_dict import Place
+from overspill.moe.placeholder import Place
 
 
 class MergeRecipes(Recipes):

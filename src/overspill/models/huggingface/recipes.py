@@ -17,7 +17,8 @@ from overspill.models.huggingface.conversion import (
 from overspill.models.huggingface.experts import HuggingFaceExperts
 from overspill.models.huggingface.lora import LoraTensors
 from overspill.models.huggingface.packed.tensor import PackedTensor
-from overspill.moe.state_dict import Place, split_record
+from overspill.moe.placeholder import Place
+from overspill.moe.state_dict import split_record
 from overspill.tiers.layout import NO_LOW_RANKS
 from overspill.tiers.safetensors_stream import TensorSpec
 

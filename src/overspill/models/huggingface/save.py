@@ -30,9 +30,8 @@ from overspill.models.huggingface.shards import (
 from overspill.models.joint_writing import is_first, together, writes_experts
 from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
-from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder
+from overspill.moe.placeholder import ExpertPlaceholder, OthersPlaceholder, Places
 from overspill.moe.state_dict import (
-    Places,
     all_placeholders,
     dense_tensors,
 )

@@ -18,7 +18,8 @@ from torch import Tensor
 from overspill.core.experts import ExpertShape
 from overspill.models.huggingface.checks import INDEX, SINGLE
 from overspill.models.huggingface.conversion import reverted
-from overspill.moe.state_dict import Place, Places, split_record, tensor_sizes
+from overspill.moe.placeholder import Place, Places
+from overspill.moe.state_dict import split_record, tensor_sizes
 from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, TensorSpec
 from overspill.transfer.requests import run_all
 

@@ -49,11 +49,12 @@ class Saved:
     restore: Restore
     copies: HostCopies | None
     tensors: list[Tensor | None] = field(default_factory=list)
-    """By partition: on the device, in host memory, or None to be repeated."""
+    """The activation of each partition: on the device, in host memory, or None to be repeated."""
     _moving: dict[int, Arrival] = field(default_factory=dict)
 
     def save(self, tensor: Tensor) -> None:
-        """In forward, after the last work that reads the activation of the next partition."""
+        """Save the activation of the next partition, in forward, after the last work that reads
+        it."""
         number = len(self.tensors)
         if self.restore is Restore.OFFLOAD:
             assert self.copies is not None
@@ -63,13 +64,14 @@ class Saved:
             self.tensors.append(tensor if self.restore is Restore.KEEP else None)
 
     def settle(self, number: int) -> None:
-        """The compute stream waits until the activation is in host memory: its memory is free."""
+        """Let the compute stream wait until the activation is in host memory: its memory is
+        free."""
         arrival = self._moving.pop(number, None)
         if arrival is not None:
             arrival.wait()
 
     def prefetch(self, number: int) -> None:
-        """In backward: begins to copy the activation to the device."""
+        """Begin to copy the activation to the device, in backward."""
         if self.restore is Restore.OFFLOAD and number < len(self.tensors):
             host = self.tensors[number]
             assert self.copies is not None
@@ -77,11 +79,12 @@ class Saved:
             self._moving[number] = self.copies.to_device(host, f"prefetch {self.name} {number}")
 
     def take(self, number: int) -> Tensor | None:
-        """In backward: the activation on the device, or None."""
+        """Return the activation on the device, in backward, or None."""
         arrival = self._moving.pop(number, None)
         return self.tensors[number] if arrival is None else arrival.wait()
 
     def abandon(self) -> None:
-        """After a failure: the compute stream waits for all copies, whose memory is then freed."""
+        """Let the compute stream wait for all copies, after a failure; their memory is then
+        freed."""
         for number in [*self._moving]:
             self.settle(number)

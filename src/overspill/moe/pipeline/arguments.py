@@ -1,4 +1,4 @@
-"""What the arguments and the input of a `MoELayer` must be."""
+"""Checks of the arguments and the input of a `MoELayer`."""
 
 import numbers
 from dataclasses import dataclass
@@ -35,11 +35,11 @@ class Arguments:
     """The name of its class."""
     dtype: torch.dtype | None
     device: str
-    """Its type."""
+    """The type of the exchange."""
     seed: int | None
 
     def check(self) -> None:
-        """Raises ConfigError for what no layer can have."""
+        """Raise ConfigError for what no layer can have."""
         for name in ("d_model", "d_hidden", "num_experts", "top_k", "partitions"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and value >= 1):
@@ -73,7 +73,7 @@ def _is_number(value: object) -> bool:
 
 
 def device_type(device: torch.device | str | None) -> str:
-    """Of the parameters; None: torch's default device."""
+    """The type of the parameters' device; None: torch's default device."""
     return (torch.get_default_device() if device is None else torch.device(device)).type
 
 

@@ -12,16 +12,16 @@ from overspill.compute.experts import StackedWeights
 from overspill.core.experts import ExpertShape
 from overspill.moe.pipeline.activations import HostCopies
 from overspill.moe.pipeline.experts import Activations, Experts, backward, forward
-from overspill.moe.pipeline.rows import RoutedRows
+from overspill.moe.pipeline.rows import DividedRows
 from overspill.moe.pipeline.tuner import PassTimer
 from overspill.plan.reuse import Strategy
 
 
 @dataclass(frozen=True, eq=False)
 class PassPlan:
-    """How one pass through a layer is carried out."""
+    """The plan of one pass through a layer."""
 
-    rows: RoutedRows
+    rows: DividedRows
     shape: ExpertShape
     activation: Activation | None
     strategy: Strategy

@@ -1,4 +1,4 @@
-"""How a layer reaches the other ranks."""
+"""The connection of a layer to the other ranks."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Link:
+class RankLink:
     """The mesh of a layer and its exchange. Copies of the layer share it."""
 
     def __init__(self, mesh: "DeviceMesh | None", exchange: Exchange | None) -> None:
@@ -59,8 +59,8 @@ class Link:
         return self._mesh is not None or self._given is not None
 
     def agree_on(self, arguments: Arguments) -> int:
-        """Checks the arguments of all ranks: raises on all if those of one are wrong, or if they
-        differ. Returns the seed of the first."""
+        """Check the arguments of all ranks. Raises on all ranks if those of one are wrong, or if
+        they differ. Returns the seed of the first."""
         failure: ConfigError | None = None
         try:
             arguments.check()
@@ -102,14 +102,14 @@ class Link:
         return self._exchanges[device]
 
     def copies(self, exchange: Exchange) -> HostCopies:
-        """Copies to host memory beside the exchange."""
+        """The copies to host memory beside the exchange."""
         if exchange.device not in self._copies:
             self._copies[exchange.device] = HostCopies(
                 exchange.device, exchange.recorder, exchange.inject
             )
         return self._copies[exchange.device]
 
-    def __deepcopy__(self, memo: object) -> "Link":
+    def __deepcopy__(self, memo: object) -> "RankLink":
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class Link:
                 "a MoELayer with a mesh or an exchange cannot be pickled: it belongs to running "
                 "processes; save layer.state_dict() and load it into a new layer"
             )
-        return Link, (None, None)
+        return RankLink, (None, None)
 
 
 @contextmanager

@@ -19,15 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overspill.compute.permute import RowOrder, row_weights, to_device, weights_grad
+from overspill.compute.permute import RowOrder, gather_rows, row_weights, to_device, weights_grad
 from overspill.core.expert_map import ExpertMap
 from overspill.parallel.exchange.interface import Exchange
+from overspill.transfer.work_stream import Arrival
 
 Rows = NDArray[np.int64]
 
 
 class Division(NamedTuple):
-    """How the tokens of a batch are divided."""
+    """The division of the tokens of a batch."""
 
     n: int
     """Partitions."""
@@ -38,7 +39,7 @@ class Division(NamedTuple):
 
     @property
     def _units(self) -> int:
-        """Of which the first and the last partition have one, and the others two."""
+        """The number of units: the first and the last partition have one, the others two."""
         return max(1, 2 * self.n - 2)
 
     def bounds(self, n_tokens: int) -> list[int]:
@@ -100,7 +101,7 @@ class Partition:
     tokens: slice
     rows: slice
     order: RowOrder
-    """As in `SortedRows`."""
+    """The order of its rows, as in `SortedRows`."""
     sent: list[int]
     """Rows to each rank."""
     received: list[int]
@@ -108,11 +109,11 @@ class Partition:
     counts: list[int]
     """Received rows of each local expert."""
     ends: Tensor
-    """Their cumulative sum, on the device."""
+    """The cumulative sum of `counts`, on the device."""
     to_experts: Tensor | None
     """The received row at each place in the order of experts; None: they are in this order."""
     to_ranks: Tensor | None
-    """The inverse."""
+    """The inverse of `to_experts`."""
 
     @property
     def n_computed(self) -> int:
@@ -120,7 +121,7 @@ class Partition:
 
 
 @dataclass(frozen=True, eq=False)
-class RoutedRows:
+class DividedRows:
     """All partitions of one pass. Kept from forward to backward."""
 
     order: RowOrder
@@ -129,6 +130,18 @@ class RoutedRows:
     _sent_PG: Rows = field(repr=False)
     _received_PG: Rows = field(repr=False)
 
+    def send(self, x_TD: Tensor, number: int, label: str) -> Arrival:
+        """Begin to send the tokens of a partition to the ranks that compute them."""
+        part = self.partitions[number]
+        rows = gather_rows(x_TD, self.order, part.rows.start, part.rows.stop)
+        return self.exchange.send(rows, part.sent, part.received, label)
+
+    def send_back(self, rows_ND: Tensor, number: int, label: str) -> Arrival:
+        """Begin to return the results of a partition, which are in the order of experts."""
+        part = self.partitions[number]
+        rows_ND = take_rows(rows_ND, part.to_ranks)
+        return self.exchange.send(rows_ND, part.received, part.sent, label)
+
     def send_weights(self, weights_TK: Tensor) -> list[Tensor]:
         """The routing weights of the rows that this rank computes, for each partition."""
         weights_R = row_weights(weights_TK, self.order)
@@ -136,14 +149,14 @@ class RoutedRows:
             weights_R = self._across(weights_R, self._sent_PG, self._received_PG)
         parts = weights_R.split([part.n_computed for part in self.partitions])
         return [
-            _take(weights, part.to_experts)
+            take_rows(weights, part.to_experts)
             for weights, part in zip(parts, self.partitions, strict=True)
         ]
 
     def return_weight_grads(self, grads: list[Tensor]) -> Tensor:
         """The gradients of the routing weights [T, K] from those of computed rows."""
         parts = zip(grads, self.partitions, strict=True)
-        by_partition = [_take(grad, part.to_ranks) for grad, part in parts]
+        by_partition = [take_rows(grad, part.to_ranks) for grad, part in parts]
         grads_N = torch.cat(by_partition) if len(by_partition) > 1 else by_partition[0]
         if self.exchange.size > 1:
             grads_N = self._across(grads_N, self._received_PG, self._sent_PG)
@@ -157,7 +170,7 @@ class RoutedRows:
         return found[to_device(_transposed(received_PG.T), values.device)]
 
 
-def _take(rows: Tensor, index: Tensor | None) -> Tensor:
+def take_rows(rows: Tensor, index: Tensor | None) -> Tensor:
     return rows if index is None else rows.index_select(0, index)
 
 
@@ -173,7 +186,7 @@ def _transposed(lengths_AB: Rows) -> Tensor:
 
 def divide_rows(
     own: SortedRows, counts_GPE: Rows, experts: ExpertMap, exchange: Exchange
-) -> RoutedRows:
+) -> DividedRows:
     """The partitions of a pass; `counts_GPE` counts the rows of all ranks."""
     n_experts, device = counts_GPE.shape[2], own.order.inverse_TK.device
     sent_PG = np.add.reduceat(
@@ -196,10 +209,10 @@ def divide_rows(
         partitions.append(
             Partition(tokens, rows, order, sent[p], received[p], counts[p], ends[p], there, back)
         )
-    return RoutedRows(own.order, partitions, exchange, sent_PG, received_PG)
+    return DividedRows(own.order, partitions, exchange, sent_PG, received_PG)
 
 
 @functools.cache
 def _first_experts(n_experts: int, n_ranks: int) -> list[int]:
-    """Of each rank."""
+    """The first expert of each rank."""
     return [ExpertMap.part(n_experts, rank, n_ranks).local_ids[0] for rank in range(n_ranks)]

@@ -22,7 +22,7 @@ The memory is that of torch's allocator: a tensor returns to it when the compute
 for the streams that use it (`Arrival`), so layers and partitions share it.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -32,47 +32,41 @@ AHEAD = 2
 """Partitions under way."""
 
 
-class Steps(Protocol):
-    """What a pass does with one partition. What is on its way is added to a list at once: if the
-    next call fails, it is waited for."""
-
-    def send(self, number: int, sent: list[Arrival]) -> None:
-        """Queues S; adds the rows that it brings to `sent`."""
-
-    def compute(self, number: int, rows: list[Tensor], returned: list[Arrival]) -> None:
-        """Queues C and R; adds the rows that R brings to `returned`. `rows` are those of S; the
-        list is emptied, so that their memory is free as early as possible."""
-
-    def finish(self, number: int, rows: list[Tensor]) -> None:
-        """Uses the rows of R."""
+Send = Callable[[int, list[Arrival]], None]
+"""Queues S of a partition and adds the rows that it brings to the list."""
+Compute = Callable[[int, list[Tensor], list[Arrival]], None]
+"""Queues C and R of a partition, given the rows of S, and adds the rows that R brings to the last
+list. The list of given rows is emptied, so that their memory is free as early as possible."""
+Finish = Callable[[int, list[Tensor]], None]
+"""Uses the rows of R of a partition."""
 
 
-def run_pipeline(n: int, steps: Steps) -> None:
-    """After a failure, the compute stream waits for what is under way."""
+def run_pipeline(
+    n: int, send: Send, compute: Compute, finish: Finish = lambda number, rows: None
+) -> None:
+    """Run the steps of n partitions. They add transfers to the lists as soon as these have begun:
+    after a failure, the compute stream waits for all of them."""
     sent: list[list[Arrival]] = [[] for _ in range(n)]
     returned: list[list[Arrival]] = [[] for _ in range(n)]
-
-    def finish(number: int) -> None:
-        steps.finish(number, _waited(returned[number]))
-
     try:
         for number in range(min(AHEAD, n)):
-            steps.send(number, sent[number])
+            send(number, sent[number])
         for number in range(n):
             if number >= AHEAD:
-                finish(number - AHEAD)
-            steps.compute(number, _waited(sent[number]), returned[number])
+                finish(number - AHEAD, _waited(returned[number - AHEAD]))
+            compute(number, _waited(sent[number]), returned[number])
             if number + AHEAD < n:
-                steps.send(number + AHEAD, sent[number + AHEAD])
+                send(number + AHEAD, sent[number + AHEAD])
         for number in range(max(0, n - AHEAD), n):
-            finish(number)
+            finish(number, _waited(returned[number]))
     finally:
         for arrivals in (*sent, *returned):
             _waited(arrivals)
 
 
 def _waited(arrivals: list[Arrival]) -> list[Tensor]:
-    """What has arrived, for the compute stream. Empties the list: the memory is not held here."""
+    """Let the compute stream wait for transfers; return their rows. Empties the list: the memory is
+    not held here."""
     rows = [arrival.wait() for arrival in arrivals]
     arrivals.clear()
     return rows

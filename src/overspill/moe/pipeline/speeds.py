@@ -1,4 +1,5 @@
-"""Measures what the choice of a memory reusing strategy depends on (`plan.reuse.Speeds`)."""
+"""Measures the speeds on which the choice of a memory reusing strategy depends
+(`plan.reuse.Speeds`)."""
 
 import itertools
 import math
@@ -25,12 +26,12 @@ millisecond to queue the first one, in which the device waits."""
 _REPEATED = 8  # at most
 _BESIDE = 64  # times that other work is repeated, at most
 Begin = Callable[[], Sequence[Arrival]]
-"""Queues some work; returns what must be waited for."""
+"""Queues some work; returns the transfers to wait for."""
 
 
 @torch.no_grad()
 def measure_speeds(experts: Experts, exchange: Exchange, copies: HostCopies) -> Speeds:
-    """Takes some hundredths of a second. Must be called on all ranks; the slowest counts."""
+    """Take some hundredths of a second. Must be called on all ranks; the slowest counts."""
     weights, shape = experts.weights, experts.shape
     n_local = len(weights.w_in)
     x_RD = torch.randn(_ROWS, shape.d_model, device=exchange.device).to(weights.w_in.dtype)

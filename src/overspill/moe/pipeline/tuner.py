@@ -19,8 +19,8 @@ from overspill.moe.autograd_state import graph_task
 from overspill.moe.pipeline.arguments import DTYPES
 from overspill.moe.pipeline.link import waiting
 from overspill.moe.pipeline.rows import (
+    DividedRows,
     Division,
-    RoutedRows,
     SortedRows,
     divide_rows,
     key_counts,
@@ -65,7 +65,8 @@ class PassTimer:
         self._ended(self)
 
     def seconds(self) -> float | None:
-        """None if the device has not come so far, or if a second backward has failed."""
+        """The measured time; None if the device has not reached the end, or if a second backward
+        has failed."""
         if len(self._stamps) < 4 or not self._stamps[-1].passed():
             return None
         begin, end, begin_backward, end_backward = self._stamps
@@ -89,7 +90,7 @@ class Tuner:
         exchange: Exchange,
         training: bool,
         dtype: torch.dtype,
-    ) -> tuple[RoutedRows, PassTimer | None]:
+    ) -> tuple[DividedRows, PassTimer | None]:
         """The partitions of a pass, and what measures it. Must be called on all ranks; waits for
         the device. Raises on all if one has refused its input, or if ranks would wait for each
         other later."""
@@ -137,7 +138,7 @@ class Tuner:
             self._measured.append(timer)
 
     def tell_failure(self, n_experts: int, exchange: Exchange) -> None:
-        """In place of `route`: the other ranks raise."""
+        """Make the other ranks raise. Called in place of `route`."""
         head = [_REFUSED, *[0] * (_HEAD - 1)]
         size = n_experts * sum(self._counted(self.partitions))
         _gather(head, torch.zeros(size, dtype=torch.int64), exchange)
@@ -163,7 +164,7 @@ class Tuner:
         return batch, n
 
     def __getstate__(self) -> dict[str, object]:
-        """Without measured passes, whose events belong to this process."""
+        """The state without measured passes, whose events belong to this process."""
         return {**vars(self), "_measured": deque(maxlen=_KEPT)}
 
 

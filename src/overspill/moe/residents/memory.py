@@ -75,9 +75,9 @@ class Residents:
     def update_beside(
         self, layer: int, updates: Sequence[Callable[[LayerRecords], None]], inject: Inject | None
     ) -> None:
-        """Updates of a layer's records that run beside what is computed, one after another, until
-        the records are needed. Each begins with an upload. On a CPU they run at once, unless
-        `inject` defers them."""
+        """Updates of a layer's records that run beside compute, one after another, until the
+        records are needed. Each begins with an upload. On a CPU they run at once, unless `inject`
+        defers them."""
         records = self._layers[layer]
         if self.device.type != "cuda":
             for update in updates:
@@ -102,7 +102,7 @@ class Residents:
         return torch.zeros(count, numel, dtype=dtype, device=self.device)
 
     def allocate_states(self, state_dtype: torch.dtype) -> None:
-        """Allocates the optimizer states, once."""
+        """Allocate the optimizer states, once."""
         if not self.has_states:
             self.layout = replace(self.layout, state_dtype=state_dtype)
             for layer in self._layers:
@@ -125,7 +125,7 @@ class Residents:
             records.grads = None
 
     def resize(self, layer: int, count: int) -> None:
-        """Makes room for `count` experts of a layer; those that stay keep their records. Tensor by
+        """Make room for `count` experts of a layer; experts that stay keep their records. Tensor by
         tensor, to need as little memory as possible. Kept gradients are lost."""
         records = self[layer]
         records.grads = None
@@ -148,7 +148,7 @@ class Residents:
         return sum(layer.nbytes for layer in self._layers)
 
     def wait(self) -> None:
-        """Waits for everything that the device computes."""
+        """Wait for everything that the device computes."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         else:

@@ -15,8 +15,8 @@ def resident_waves(
     grouped: bool,
     positions: Collection[int] | None = None,
 ) -> Iterator[Wave]:
-    """The experts of a layer resident, or those at some positions. Without counts they
-    are the whole layer, and one wave; without `grouped` every expert is a wave of its own."""
+    """The resident experts of a layer, or those at some positions. Without counts they are the
+    whole layer, and one wave; without `grouped` every expert is a wave of its own."""
     rows, counts = layer_pass.rows, layer_pass.rows.counts
     count = residents.counts[layer_pass.layer]
     weights = residents[layer_pass.layer].weights[:count]
@@ -32,16 +32,6 @@ def resident_waves(
     ]
     while pending:
         number = next_wave(pending, max_rows, grouped)
-        first, stop = pending[0].position, pending[number - 1].position + 1
-        start = starts[first]
-        ends = rows.ends_E[first:stop]
-        yield Wave(
-            first,
-            stop,
-            start,
-            starts[stop],
-            weights[first:stop],
-            ends - start if start else ends,
-            counts[first:stop],
-        )
+        run = range(pending[0].position, pending[number - 1].position + 1)
+        yield Wave.of(rows, starts, counts, run, weights[run.start : run.stop])
         pending = pending[number:]

@@ -1,20 +1,17 @@
 """Experts streamed from host memory and disk through slots of the compute device."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
-from overspill.compute.cpu_kernel import WeightGradient, max_kernel_rows, why_unsupported
+from overspill.compute.cpu_kernel import max_kernel_rows, why_unsupported
 from overspill.core.experts import Phase
 from overspill.hardware.profile import ExpertCosts
-from overspill.moe.compute import CpuWork, ExpertCompute
 from overspill.moe.compute_trace import ComputeTrace
-from overspill.moe.dispatch import LocalDispatcher
+from overspill.moe.dispatch import Dispatcher
 from overspill.moe.layer_pass import LayerPass, Wave
-from overspill.moe.residents.memory import Residents
-from overspill.moe.residents.waves import resident_waves
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.cpu_buffers import max_cpu_rows
 from overspill.moe.streaming.cpu_experts import CpuExperts
@@ -32,14 +29,14 @@ from overspill.transfer.uploader import Uploader
 _log = logging.getLogger("overspill")
 
 
-class StreamingCompute(ExpertCompute):
-    """Resident experts compute first. The others are uploaded ahead of compute along
-    the known order of the step. With `costs` the CPU may compute experts beside the device."""
+class StreamingCompute:
+    """Experts that are uploaded ahead of compute, along the known order of the step. With `costs`
+    the CPU may compute some of them beside the device."""
 
     def __init__(
         self,
         store: ExpertStore,
-        residents: Residents,
+        dispatcher: Dispatcher,
         slab: Tensor,
         device: torch.device,
         placement: Placement,
@@ -50,23 +47,22 @@ class StreamingCompute(ExpertCompute):
         optimizer: Optimizer | None = None,
     ) -> None:
         """`slab` is the memory of the GPU slots. `optimizer` is that of the experts on the CPU."""
-        max_rows = settings.max_rows or placement.max_rows
-        maps = store.computed
-        super().__init__(device, LocalDispatcher(maps, device), max_rows)
         self._store = store
+        self._dispatcher = dispatcher
+        self._device = device
         self._settings = settings
         self._recorder = recorder
         self._threads = threads
-        self._residents = residents
-        self.cursor = StepCursor(maps[0].n_local, store.residents)
-        self.plan = SlotPlan(maps[0].n_local, store.residents, placement.slots)
+        n_experts = store.computed[0].n_local
+        self.cursor = StepCursor(n_experts, store.residents)
+        self.plan = SlotPlan(n_experts, store.residents, placement.slots)
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
         self._optimizer = optimizer
         self.split = self._new_split(costs)
         self._cpu: CpuExperts | None = None
-        self._announced: dict[int, Tensor] = {}  # rows of each expert, by layer
+        self._hints: dict[int, Tensor] = {}  # rows of each expert, by layer
         self._predicted: dict[int, tuple[Tensor, float]] = {}  # and for how many tokens one stands
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
         store.watch_device(self._device_busy)
@@ -77,7 +73,7 @@ class StreamingCompute(ExpertCompute):
         upload = self._upload_stream.stream
         if upload is None:
             return False
-        return not (torch.cuda.current_stream(self.device).query() and upload.query())
+        return not (torch.cuda.current_stream(self._device).query() and upload.query())
 
     def _start_uploads(self, kind: str) -> tuple[Uploader, Waves]:
         store, slab, stream = self._store, self._slab, self._upload_stream
@@ -85,7 +81,7 @@ class StreamingCompute(ExpertCompute):
         try:
             uploader.set_overlap(self._settings.overlap_uploads)
             planned = self.cursor, self.plan, self.split
-            return uploader, Waves(store, *planned, uploader, self.trace, self.device)
+            return uploader, Waves(store, *planned, uploader, self.trace, self._device)
         except BaseException:
             uploader.close()
             raise
@@ -128,60 +124,36 @@ class StreamingCompute(ExpertCompute):
                 (found.resident if used else found.uploaded).add(position)
         return found
 
-    def enter_forward(
-        self, layer_pass: LayerPass, expert_ids_TK: Tensor, phase: Phase, keep: bool
-    ) -> None:
-        self._store.lifetime.check()
-        allowed = self._allow_split(layer_pass, sortable=not keep)
-        layer_pass.order = self.dispatcher.route(
-            layer_pass.layer,
-            expert_ids_TK,
-            layer_pass.drops,
-            need_counts=True,
-            may_resort=allowed,
-            unsorted=allowed and self._expects_split(layer_pass.layer),
-            counts=layer_pass.known_counts,
-        )
-        self._follow_announced(first=layer_pass.layer == 0)
-        self._enter(layer_pass, phase)
-        self.trace.enter_experts()
-
-    def announce(self, layer: int, expert_ids_TK: Tensor) -> None:
-        """Nothing waits for the device: its counts are read when the next pass begins, which has
-        waited for those of its own."""
-        self._announced[layer] = self.dispatcher.start_count(layer, expert_ids_TK)
+    def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
+        """Note the experts of the next forward through a layer. Does not wait for the device: their
+        counts are read when the next pass begins, which has waited for its own."""
+        self._hints[layer] = self._dispatcher.start_count(layer, expert_ids_TK)
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether a prediction of the next forward through a layer is worth its time."""
         with self._store.lock:
-            return self.cursor.wants_prediction(layer)
+            return self.cursor.counts_ahead.wants_prediction(layer)
 
     def predict(self, layer: int, expert_ids_NK: Tensor, tokens_each: float) -> None:
-        """As `announce`, for experts that tokens will only likely have, each of which stands for
-        `tokens_each` tokens."""
-        counts_E = self.dispatcher.start_count(layer, expert_ids_NK)
+        """Note the experts that tokens will likely have, as `hint` does; each of the N tokens
+        stands for `tokens_each`."""
+        counts_E = self._dispatcher.start_count(layer, expert_ids_NK)
         self._predicted[layer] = counts_E, tokens_each
 
-    def _follow_announced(self, first: bool) -> None:
-        announced, self._announced = self._announced, {}
+    def follow_hints(self, first: bool) -> None:
+        """Use the hints for a forward through a layer, the `first` one or a later one."""
+        hints, self._hints = self._hints, {}
         predicted, self._predicted = self._predicted, {}
+        ahead = self.cursor.counts_ahead
         with self._store.lock:
-            if first:  # what an earlier pass has announced is over: it may have failed
-                self.cursor.forget_announced()
-            for layer, counts_E in announced.items():
-                self.cursor.announce(layer, counts_E.tolist())
+            if first:  # the pass of earlier hints is over: it may have failed
+                ahead.forget_hints()
+            for layer, counts_E in hints.items():
+                ahead.hint(layer, counts_E.tolist())
             for layer, (counts_E, tokens_each) in predicted.items():
-                self.cursor.predict(layer, [tokens_each * count for count in counts_E.tolist()])
+                ahead.predict(layer, [tokens_each * count for count in counts_E.tolist()])
 
-    def enter_backward(self, layer_pass: LayerPass, need_dw: bool) -> None:
-        self._store.lifetime.check()
-        self.follow_swaps(layer_pass)
-        self.dispatcher.count(layer_pass.rows)  # all experts may have been resident in forward
-        self._allow_split(layer_pass, sortable=layer_pass.rows.expert_ids_TK is not None)
-        self._enter(layer_pass, Phase.BACKWARD, need_dw)
-        self.trace.enter_experts()
-
-    def _allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
+    def allow_split(self, layer_pass: LayerPass, sortable: bool) -> bool:
         """Whether the CPU may get experts of this pass: where weight gradients are made only with
         `cpu_training`, not with dropout or adapters, which its kernel does not have, and only if
         the rows can be sorted by the split. With kept activations they cannot: these lie in the
@@ -202,75 +174,65 @@ class StreamingCompute(ExpertCompute):
             _log.warning("cpu_experts is off for layer %d: %s", layer_pass.layer, reason)
         return reason is None
 
-    def _expects_split(self, layer: int) -> bool:
+    def expects_split(self, layer: int) -> bool:
+        """Whether the CPU will likely get experts of the next pass through a layer."""
         assert self.split is not None
         with self._store.lock:
             return self.split.likely(layer)
 
-    def _enter(self, layer_pass: LayerPass, phase: Phase, need_dw: bool = False) -> None:
+    def enter(self, layer_pass: LayerPass, phase: Phase, need_dw: bool = False) -> None:
+        """Begin a pass whose counts are known. Decides which experts the CPU computes, and sorts
+        the rows by that."""
         rows = layer_pass.rows
         assert rows.counts is not None
         with self._store.lock:
             self.cursor.enter(layer_pass.layer, phase, rows.counts, layer_pass.training)
-            if self.split is None:
-                return
-            layer_pass.on_cpu = self.split.decide(
-                layer_pass.layer, rows.counts, phase, layer_pass.on_cpu, need_dw
-            )
-        if rows.expert_ids_TK is not None:
-            self.dispatcher.sort(rows, layer_pass.on_cpu)
+            if self.split is not None:
+                layer_pass.on_cpu = self.split.decide(
+                    layer_pass.layer, rows.counts, phase, layer_pass.on_cpu, need_dw
+                )
+        if self.split is not None and rows.expert_ids_TK is not None:
+            self._dispatcher.sort(rows, layer_pass.on_cpu)
+        self.trace.enter_experts()
 
     def waves(
-        self, layer_pass: LayerPass, phase: Phase, positions: Collection[int] | None = None
+        self,
+        resident: Iterator[Wave],
+        layer_pass: LayerPass,
+        phase: Phase,
+        max_rows: int,
+        positions: Collection[int] | None,
     ) -> Iterator[Wave]:
+        """Yield the waves of `resident` experts, then those of streamed ones as they arrive."""
         settings = self._settings
         self._waves.follow_stream()
-        args = layer_pass, self.max_rows, settings.waves, positions
-        for wave in resident_waves(self._residents, *args):
+        for wave in resident:
             name = f"{phase.value} {layer_pass.layer}.{wave.first}-{wave.stop - 1}"
             self.trace.begin_wave(name)
             try:
                 yield wave
             finally:
                 self.trace.end_wave()
-        limits = WaveLimits(settings.waves, settings.overlap_uploads, self.max_rows)
+        limits = WaveLimits(settings.waves, settings.overlap_uploads, max_rows)
         yield from self._waves.of(layer_pass, phase, limits, positions)
 
-    def cpu_forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuWork | None:
-        return self._cpu_experts().forward(layer_pass, x_TD) if layer_pass.on_cpu else None
-
-    def cpu_backward(
-        self,
-        layer_pass: LayerPass,
-        x_TD: Tensor,
-        dy_TD: Tensor,
-        weights_TK: Tensor,
-        gradients: Mapping[int, WeightGradient],
-    ) -> CpuWork | None:
-        if not layer_pass.on_cpu:
-            return None
-        return self._cpu_experts().backward(layer_pass, x_TD, dy_TD, weights_TK, gradients)
-
-    def _cpu_experts(self) -> CpuExperts:
-        """Made when the CPU gets its first experts."""
+    @property
+    def cpu(self) -> CpuExperts:
+        """The experts that the CPU computes; made when it gets its first ones."""
         if self._cpu is None:
             assert self.split is not None
             with torch.inference_mode(False):  # the buffers outlive it
                 self._cpu = CpuExperts(
                     self._store,
                     self.cursor,
-                    self.dispatcher,
+                    self._dispatcher,
                     self.split,
-                    self.device,
+                    self._device,
                     self._threads,
                     self._recorder,
                     self._settings.inject,
                 )
         return self._cpu
-
-    def wait_idle(self) -> None:
-        """Blocks until all uploads have arrived and the CPU reads no expert."""
-        self.wait_readers()
 
     @property
     def cpu_bytes(self) -> int:
@@ -278,7 +240,7 @@ class StreamingCompute(ExpertCompute):
         return 0 if self._cpu is None else self._cpu.nbytes
 
     def wait_readers(self) -> None:
-        """Blocks until no upload and no CPU expert reads weights in host memory."""
+        """Block until no upload and no CPU expert reads weights in host memory."""
         self.uploader.wait_idle()
         self._upload_stream.synchronize()
         if self._cpu is not None:
@@ -292,7 +254,7 @@ class StreamingCompute(ExpertCompute):
             stream.wait_stream(self._upload_stream.stream)
 
     def end_cpu_job(self) -> None:
-        """Blocks until the CPU computes nothing, whatever has failed."""
+        """Block until the CPU computes nothing, whatever has failed."""
         if self._cpu is not None:
             self._cpu.end_job()
 
@@ -306,7 +268,7 @@ class StreamingCompute(ExpertCompute):
             self.split.set_enabled(settings.cpu_experts)
 
     def restart_uploads(self) -> None:
-        """After a failure: no slot has an expert, and no upload is running."""
+        """Begin uploads anew after a failure: no slot has an expert, and no upload is running."""
         self._replace_uploader(self._settings.uploader)
 
     def _replace_uploader(self, kind: str) -> None:

@@ -14,7 +14,7 @@ _CACHE_LINE = 64  # each of the two flags has one of its own
 
 
 def max_cpu_rows(d_model: int, dtype: torch.dtype) -> int:
-    """How many token rows of one pass the buffers hold."""
+    """The number of token rows of one pass that the buffers hold."""
     return max(1, min(_MAX_ROWS, _MAX_BYTES // (3 * d_model * dtype.itemsize)))
 
 

@@ -21,7 +21,6 @@ from overspill.compute.cpu_kernel import BackwardRows, ExpertRows, GradientKind,
 from overspill.compute.runner import CpuRequest, Runner
 from overspill.core.errors import EngineError
 from overspill.core.experts import Phase
-from overspill.moe.compute import CpuWork
 from overspill.moe.dispatch import Dispatcher
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.streaming.cpu_buffers import CpuBuffers, max_cpu_rows
@@ -37,7 +36,7 @@ from overspill.transfer.streams import Inject, StreamEvent, Timestamp
 
 
 @dataclass(eq=False)
-class CpuJob(CpuWork):
+class CpuJob:
     """The CPU experts of one pass. It does not hold the pass: freeing a graph must free it."""
 
     owner: "CpuExperts"
@@ -71,10 +70,14 @@ class CpuJob(CpuWork):
         return None not in (other.sent, other.taken, self.sent)
 
     def take(self, out_RD: Tensor, drow_weight_R: Tensor | None = None) -> None:
+        """Wait for the job and write its results into their rows: y, or in backward dx and the
+        gradients of the routing weights."""
         self.owner.take(self, out_RD, drow_weight_R)
 
     @property
     def end(self) -> StreamEvent:
+        """The event after which weights are not read any more, and weight gradients are
+        complete."""
         return StreamEvent(_JobEnd(self))
 
 
@@ -147,7 +150,7 @@ class CpuExperts:
         return self._slab.nbytes
 
     def forward(self, layer_pass: LayerPass, x_TD: Tensor) -> CpuJob:
-        """Starts the forward of the pass's CPU experts."""
+        """Start the forward of the pass's CPU experts."""
         job = self._begin(layer_pass, Phase.FORWARD, {})
         self._send(job, layer_pass, [(x_TD, self._mapped.x)])
         return self._sent(job)
@@ -160,7 +163,7 @@ class CpuExperts:
         weights_TK: Tensor,
         gradients: Mapping[int, WeightGradient],
     ) -> CpuJob:
-        """Starts their backward. `gradients` are the places of weight gradients, if these are made:
+        """Start their backward. `gradients` are the places of weight gradients, if these are made:
         for each of the experts, by position."""
         job = self._begin(layer_pass, Phase.BACKWARD, gradients)
         self._send(job, layer_pass, [(x_TD, self._mapped.x), (dy_TD, self._mapped.dy)])
@@ -171,7 +174,7 @@ class CpuExperts:
         return self._sent(job)
 
     def take(self, job: CpuJob, out_RD: Tensor, drow_weight_R: Tensor | None) -> None:
-        """Waits for the job and writes its results into its rows."""
+        """Wait for the job and write its results into its rows."""
         self._wait(job)
         job.taken = Timestamp(self._device)
         # a kernel reads host memory: a copy would wait behind the uploads
@@ -182,28 +185,28 @@ class CpuExperts:
             drow_weight_R[job.rows] = own.to(drow_weight_R.dtype)
 
     def wait_idle(self) -> None:
-        """Blocks the host until no job reads weights. A job whose pass failed before its rows were
+        """Block the host until no job reads weights. A job whose pass failed before its rows were
         sent does not start before the next one."""
         if self._last is not None and self._last.sent is not None:
             self._runner.wait(self._last.request)
 
     def end_job(self) -> None:
-        """Blocks the host until no job reads weights or writes weight gradients. A job whose pass
-        failed before its rows were sent computes with what is in the buffers."""
+        """Block the host until no job reads weights or writes weight gradients. A job whose pass
+        failed before its rows were sent computes with the present content of the buffers."""
         if self._last is not None:
             if self._last.sent is None:
                 self._sent(self._last)
             self._runner.wait_end(self._last.request)
 
     def await_end(self, request: CpuRequest) -> None:
-        """Blocks any thread until the request is done."""
+        """Block any thread until the request is done."""
         if not self._runner.wait_end(request):
             raise EngineError("the engine was closed while the CPU computed experts")
 
     def _begin(
         self, layer_pass: LayerPass, phase: Phase, gradients: Mapping[int, WeightGradient]
     ) -> CpuJob:
-        """Creates a job. The runner gets its request before the rows are sent, to wake up."""
+        """Create a job. The runner gets its request before the rows are sent, to wake up."""
         self._runner.check()
         self._finish_last()
         counts = layer_pass.rows.counts
@@ -297,7 +300,7 @@ class CpuExperts:
             raise EngineError("the engine was closed while the CPU computed experts")
 
     def _collect(self) -> None:
-        """Notes the times of jobs that have ended. Any thread may call it."""
+        """Note the times of jobs that have ended. Any thread may call it."""
         with self._store.lock:
             while self._running:
                 times = self._running[0].request.times
@@ -332,7 +335,7 @@ class CpuExperts:
             self._split.note_gap(job.phase, gap, need_dw)
 
     def close(self) -> None:
-        """Ends the runner; after that nothing reads or writes the buffers."""
+        """End the runner; after that nothing reads or writes the buffers."""
         self._runner.close()
         self._recorder.remove_source(self._collect)
         self._mapped = self._host
@@ -341,5 +344,5 @@ class CpuExperts:
 
 
 def _signed(number: int) -> int:
-    """The same 32 bits as a signed number."""
+    """Return the same 32 bits as a signed number."""
     return number - (1 << 32) if number >= 1 << 31 else number

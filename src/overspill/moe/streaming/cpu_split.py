@@ -1,5 +1,5 @@
-"""Which experts of a pass the CPU computes: the plan of `plan.split`, fed with what the engine
-knows."""
+"""The choice of the experts of a pass that the CPU computes: `plan.split`, given the figures of the
+engine."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,11 +17,12 @@ from overspill.plan.split import SplitCosts, pass_time, split
 _LEARNING_RATE = 0.2
 """Weight of the newest measurement of a gap or a pace."""
 _DECAY = 0.995
-"""What is left of them after each pass without CPU experts: they are not measured then, and may
-come from a first pass, in which kernels were compiled, or from a time of other load."""
+"""Share of measured figures that is left after each pass without CPU experts: they are not measured
+then, and may come from a first pass, in which kernels were compiled, or from a time of other
+load."""
 _SLOWEST_PACE = 10.0
 _HANDOVER_GROWTH = 1.01
-"""How much longer the handover may seem to become from one pass to the next."""
+"""Largest growth of the measured handover from one pass to the next."""
 _SHORTEST_HANDOVER = 1e-5
 _AS_GOOD = 1.1
 """A forward's split is kept for backward unless the best one is faster by more than this."""
@@ -45,17 +46,17 @@ class RowLimits(NamedTuple):
 
 
 class Optimizer(Protocol):
-    """What the split needs to know of the optimizer of experts, which works on the same cores."""
+    """The optimizer of experts, which works on the same cores, as the split sees it."""
 
     def row_limits(self) -> RowLimits | None:
-        """None: there are none."""
+        """The limits; None without limits."""
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
-        """How long all cores update experts during a pass through a layer."""
+        """Seconds that all cores update experts during a pass through a layer."""
 
 
 class _Kind(NamedTuple):
-    """What a pass computes."""
+    """The kind of a pass."""
 
     phase: Phase
     need_dw: bool = False  # weight gradients too
@@ -172,7 +173,7 @@ class CpuSplit:
         return before if times[0] <= _AS_GOOD * times[1] else best
 
     def _limits(self, kind: _Kind) -> RowLimits:
-        """Of what a pass computes on the CPU."""
+        """Limits of the rows that a pass computes on the CPU."""
         limits = RowLimits(self._max_rows_per_expert(kind.phase), self._max_rows)
         if kind.need_dw and self._optimizer is not None:
             others = self._optimizer.row_limits()
@@ -190,7 +191,7 @@ class CpuSplit:
         return sum(times(count) - least for count in counts if count) < self.costs.load
 
     def uploads(self, layer: int, positions: range) -> list[int]:
-        """Which of these experts of a layer are uploaded, and in which order."""
+        """The experts of a layer, among `positions`, that are uploaded, in their order."""
         counts, _ = self._cursor.expected(layer)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
         if counts is None or not self._may_get(layer):
@@ -245,9 +246,9 @@ class CpuSplit:
         need_dw: bool = False,
         factored: Sequence[int] = (),
     ) -> None:
-        """How long the CPU took for experts with these token rows: the profile was measured on idle
-        cores. `factored` are those of experts whose weight gradients are formed in their updates,
-        on the same cores: the job does not include it, the costs do."""
+        """Note the seconds that the CPU took for experts with these token rows: the profile was
+        measured on idle cores. `factored` are the rows of experts whose weight gradients are formed
+        in their updates, on the same cores: the job does not include that work, the costs do."""
         if self.costs is None:
             return
         kind = _Kind(phase, need_dw)

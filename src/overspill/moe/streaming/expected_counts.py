@@ -1,4 +1,4 @@
-"""How many token rows each expert of a layer is expected to get in its next pass."""
+"""Token rows that each expert of a layer is expected to get in its next pass."""
 
 import enum
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _DECAY = 0.5
 
 
 class CountSource(enum.Enum):
-    """Where expected counts come from."""
+    """Source of expected counts."""
 
     HISTORY = "by history"
     PREDICTION = "by prediction"
@@ -19,19 +19,19 @@ class CountSource(enum.Enum):
 
 
 class ExpectedCounts:
-    """Before a forward the last passes tell what to expect, or the popularity predictor where it
-    has lately been closer, or pre-gates; backward has the forward's routing."""
+    """Counts from the last passes, from the popularity predictor where it has lately been closer,
+    or from pre-gates; in backward those of the forward's routing."""
 
     def __init__(self, n_layers: int) -> None:
         self._routed: list[tuple[float, ...] | None] = [None] * n_layers
         self._history: list[tuple[float, ...] | None] = [None] * n_layers
-        self._announced: list[tuple[float, ...] | None] = [None] * n_layers
+        self._hints: list[tuple[float, ...] | None] = [None] * n_layers
         self._predicted: list[tuple[float, ...] | None] = [None] * n_layers
         self._errors = [RowErrors() for _ in range(n_layers)]
         self._wanted = [True] * n_layers  # a prediction for the next forward
 
     def observe(self, layer: int, counts: Sequence[int]) -> None:
-        """The routing of a forward."""
+        """Note the routing of a forward."""
         before, predicted = self._history[layer], self._predicted[layer]
         if before is not None and predicted is not None:
             self._errors[layer].note(counts, predicted, before)
@@ -42,30 +42,30 @@ class ExpectedCounts:
             pairs = zip(before, counts, strict=True)
             self._history[layer] = tuple(_DECAY * old + (1 - _DECAY) * new for old, new in pairs)
         self._routed[layer] = tuple(counts)
-        self._announced[layer] = self._predicted[layer] = None
+        self._hints[layer] = self._predicted[layer] = None
 
-    def announce(self, layer: int, counts: Sequence[int]) -> None:
-        """A pre-gate has chosen the routing of the next forward."""
-        self._announced[layer] = tuple(counts)
+    def hint(self, layer: int, counts: Sequence[int]) -> None:
+        """Set the counts of the next forward, whose routing a pre-gate has chosen."""
+        self._hints[layer] = tuple(counts)
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether a prediction for the next forward is worth its time."""
         return self._wanted[layer]
 
     def predict(self, layer: int, counts: Sequence[float]) -> None:
-        """The popularity predictor expects these counts in the next forward."""
+        """Set the counts that the popularity predictor expects in the next forward."""
         self._predicted[layer] = tuple(counts)
 
-    def forget_announced(self) -> None:
-        """The forward that was announced or predicted does not come."""
-        self._announced = [None] * len(self._announced)
+    def forget_hints(self) -> None:
+        """Drop hints and predictions: their forward does not come."""
+        self._hints = [None] * len(self._hints)
         self._predicted = [None] * len(self._predicted)
 
     def swap(self, layer: int, first: int, second: int) -> None:
-        """The experts at two positions were swapped."""
+        """Follow a swap of the experts at two positions."""
         self._routed[layer] = _swapped(self._routed[layer], first, second)
         self._history[layer] = _swapped(self._history[layer], first, second)
-        self._announced[layer] = _swapped(self._announced[layer], first, second)
+        self._hints[layer] = _swapped(self._hints[layer], first, second)
         self._predicted[layer] = _swapped(self._predicted[layer], first, second)
 
     def expected(
@@ -74,8 +74,8 @@ class ExpectedCounts:
         """The counts of the next pass through the layer; None if nothing is known."""
         if phase is Phase.BACKWARD:
             return self._routed[layer], CountSource.ROUTING
-        if self._announced[layer] is not None:
-            return self._announced[layer], CountSource.ROUTING
+        if self._hints[layer] is not None:
+            return self._hints[layer], CountSource.ROUTING
         if self._predicted[layer] is not None and self._errors[layer].prefers_prediction:
             return self._predicted[layer], CountSource.PREDICTION
         return self._history[layer], CountSource.HISTORY

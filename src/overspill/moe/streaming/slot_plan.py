@@ -1,4 +1,4 @@
-"""Which expert belongs in which GPU slot: banks that follow the step."""
+"""The plan of the GPU slots: banks of experts that follow the step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -18,14 +18,14 @@ class SlotPlan:
     """The planned content of the GPU slots. Used under the store's lock."""
 
     def __init__(self, n_local: int, residents: Sequence[int], n_slots: int) -> None:
-        """`residents` are the experts of each layer resident, which need no slots."""
+        """`residents` is the number of resident experts of each layer, which need no slots."""
         self.n_local = n_local
         self._residents = residents
         self._n_slots = n_slots
         self._reset()
 
     def refresh(self) -> None:
-        """Before a pass: plans anew if the residents have changed."""
+        """Plan anew, before a pass, if the residents have changed."""
         if list(self._residents) != self._planned_for:
             self._reset()
 
@@ -69,7 +69,7 @@ class SlotPlan:
     def follow(
         self, needed: Iterable[Chunk], uploads: Callable[[int, range], Iterable[int]]
     ) -> list[PlannedChunk]:
-        """Assigns the banks to the chunks that are needed next, and returns them in the order of
+        """Assign the banks to the chunks that are needed next, and returns them in the order of
         need. `uploads(layer, positions)` says which experts are uploaded, and in which order."""
         # a layer with more resident experts has fewer parts: an empty one needs no bank
         streamed = (chunk for chunk in needed if self.positions(*chunk))

@@ -1,4 +1,4 @@
-"""Where the step is and which experts come next."""
+"""The position in a step, and the experts that come next."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,8 +13,8 @@ class StepCursor:
     their local positions."""
 
     def __init__(self, n_local: int, residents: Sequence[int]) -> None:
-        """`residents` are the experts of each layer resident, the first ones: they are not
-        streamed."""
+        """`residents` is the number of resident experts of each layer, the first ones, which are
+        not streamed."""
         self.n_layers = n_layers = len(residents)
         self.n_local = n_local
         self._residents = residents
@@ -22,20 +22,21 @@ class StepCursor:
         self._visit: StageVisit | None = None  # if micro-batches pass the model in stages
         self.passes = 0  # passes through layers so far
         self._training = True  # whether a backward follows the current forward
-        self._counts_ahead = ExpectedCounts(n_layers)
+        self.counts_ahead = ExpectedCounts(n_layers)
+        """Token rows of each expert in the next passes."""
         self._counts: Sequence[int] = [1] * n_local  # of the current pass
         self._finished: set[int] = set()  # experts that the current pass is done with
 
     def enter(self, layer: int, phase: Phase, counts: Sequence[int], training: bool) -> None:
-        """A pass through `layer` begins."""
+        """Begin a pass through `layer`."""
         self.passes += 1
         self.here, self._counts, self._finished = Position(layer, phase), counts, set()
         if phase is Phase.FORWARD:
             self._training = training
-            self._counts_ahead.observe(layer, counts)
+            self.counts_ahead.observe(layer, counts)
 
     def follow_stage(self, visit: StageVisit | None) -> None:
-        """The next passes are those of a micro-batch in a stage."""
+        """Set the stage and the micro-batch of the next passes."""
         self._visit = visit
 
     def stage_passes(self, layer: int, fits: Callable[[range], bool]) -> int:
@@ -48,28 +49,8 @@ class StepCursor:
             return 1
         return visit.passes(self.next_phase(layer))
 
-    def announce(self, layer: int, counts: Sequence[int]) -> None:
-        """The token rows of each expert in the next forward through a layer."""
-        self._counts_ahead.announce(layer, counts)
-
-    def wants_prediction(self, layer: int) -> bool:
-        """Whether a prediction of the next forward through a layer is worth its time."""
-        return self._counts_ahead.wants_prediction(layer)
-
-    def predict(self, layer: int, counts: Sequence[float]) -> None:
-        """The token rows of each expert that the popularity predictor expects there."""
-        self._counts_ahead.predict(layer, counts)
-
-    def forget_announced(self) -> None:
-        """Nothing is known of a forward that has not begun."""
-        self._counts_ahead.forget_announced()
-
-    def swap(self, layer: int, first: int, second: int) -> None:
-        """The experts at two positions were swapped."""
-        self._counts_ahead.swap(layer, first, second)
-
     def finish(self, positions: Sequence[int]) -> None:
-        """The current pass is done with these experts."""
+        """Note that the current pass is done with these experts."""
         self._finished.update(positions)
 
     def next_phase(self, layer: int) -> Phase:
@@ -84,15 +65,15 @@ class StepCursor:
         return Phase.FORWARD if ahead else Phase.BACKWARD
 
     def expected(self, layer: int) -> tuple[Sequence[int] | Sequence[float] | None, CountSource]:
-        """The token rows of each expert in the layer's next pass, and how they are known."""
+        """The token rows of each expert in the layer's next pass, and their source."""
         if layer == self.here.layer:
             return self._counts, CountSource.ROUTING
-        return self._counts_ahead.expected(layer, self.next_phase(layer))
+        return self.counts_ahead.expected(layer, self.next_phase(layer))
 
     def last_counts(self) -> list[Sequence[int] | Sequence[float] | None]:
         """The token rows of each expert in the last forward through each layer; None before it."""
         layers = range(self.n_layers)
-        return [self._counts_ahead.expected(layer, Phase.BACKWARD)[0] for layer in layers]
+        return [self.counts_ahead.expected(layer, Phase.BACKWARD)[0] for layer in layers]
 
     def busy(self, layer: int, least: float = 0.5) -> list[int]:
         """The streamed experts of a layer that are expected to have tokens; all, if nothing is

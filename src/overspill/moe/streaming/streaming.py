@@ -11,7 +11,7 @@ from overspill.core.experts import Phase
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import cpu_threads
 from overspill.hardware.profile import ExpertCosts
-from overspill.moe.residents.memory import Residents
+from overspill.moe.dispatch import Dispatcher
 from overspill.moe.settings import Settings
 from overspill.moe.streaming.compute import StreamingCompute
 from overspill.moe.streaming.cpu_split import RowLimits
@@ -38,7 +38,8 @@ class Streaming:
     def __init__(
         self,
         store: ExpertStore,
-        residents: Residents,
+        dispatcher: Dispatcher,
+        device: torch.device,
         placement: Placement,
         settings: Settings,
         recorder: Recorder,
@@ -48,7 +49,7 @@ class Streaming:
         shared: SharedExperts | None = None,
     ) -> None:
         """`updates_at_once` says whether a backward that runs now would update experts."""
-        device, layout = residents.device, store.layout
+        layout = store.layout
         self._store = store
         self._updates_at_once = updates_at_once
         self._interrupted = False
@@ -57,7 +58,7 @@ class Streaming:
             slab = device_slab(placement.slots, layout.weight_bytes, device)
             threads = cpu_threads(settings.threads)
             self.compute = StreamingCompute(
-                store, residents, slab, device, placement, settings, recorder, threads, costs, self
+                store, dispatcher, slab, device, placement, settings, recorder, threads, costs, self
             )
             undo.callback(self.compute.close)
             if placement.training:
@@ -151,7 +152,7 @@ class Streaming:
         # all at once: what one of them ends may let another begin
         what = "pending transfers and updates (uploader, update thread, disk transfers)"
         self._store.wait(self._idle, what)
-        self.compute.wait_idle()
+        self.compute.wait_readers()
 
     def _idle(self) -> bool:
         stager_idle = self._stager is None or self._stager.idle()

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from overspill.core.experts import Phase
 from overspill.moe.compute_trace import ComputeTrace
@@ -21,7 +20,7 @@ from overspill.transfer.uploader import Target, Uploader
 
 
 class WaveLimits(NamedTuple):
-    """What a wave may be."""
+    """Limits of a wave."""
 
     grouped: bool  # several experts, or each by itself
     overlap: bool  # upload ahead of the chunk that is being computed
@@ -29,7 +28,7 @@ class WaveLimits(NamedTuple):
 
 
 class Waves:
-    """Tells the uploader what is needed next, and yields experts as they arrive."""
+    """Tells the uploader which experts are needed next, and yields them as they arrive."""
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class Waves:
         with self._store.lock:
             self._plan.refresh()
         layer, counts = layer_pass.layer, layer_pass.device_counts
-        ends_E = layer_pass.rows.ends_E
         starts = [0, *itertools.accumulate(counts)]
         # experts on disk share few host slots: they cannot all be on their way at once
         small = self._split is not None and self._split.is_small(counts, phase)
@@ -88,14 +86,12 @@ class Waves:
                 first, stop = run[0], run[-1] + 1
                 self._trace.begin_wave(f"{phase.value} {layer}.{first}-{stop - 1}")
                 try:
-                    yield Wave(
-                        first,
-                        stop,
-                        starts[first],
-                        starts[stop],
+                    yield Wave.of(
+                        layer_pass.rows,
+                        starts,
+                        counts,
+                        range(first, stop),
                         self._slot_weights[slots[0] : slots[-1] + 1],
-                        _from_zero(ends_E[first:stop], starts[first]),
-                        counts[first:stop],
                     )
                 finally:  # also if the pass has failed: the device may still compute
                     self._trace.end_wave()
@@ -108,8 +104,8 @@ class Waves:
         self._trace.leave_experts()
 
     def follow_stream(self) -> None:
-        """Before a pass. Threads may use streams of their own; a slot knows its last reader only,
-        so passes on different streams follow each other."""
+        """Let the current stream wait for that of the last pass. Threads may use streams of their
+        own; a slot knows its last reader only, so passes on different streams follow each other."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             if self._stream is not None and self._stream != stream:
@@ -117,7 +113,7 @@ class Waves:
             self._stream = stream
 
     def _focus(self, part: int, ahead: bool) -> list[int]:
-        """Tells the uploader that this part is needed now, and what follows it. Returns its experts
+        """Tell the uploader that this part is needed now, and what follows it. Returns its experts
         in the order in which they are uploaded. If a pass asks again for the part, nothing is
         changed: experts that it has computed and updated would be uploaded again."""
         here = self._cursor.passes, part
@@ -139,8 +135,8 @@ class Waves:
         if self._split is not None:
             return self._split.uploads(layer, positions)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
-        remote_experts = self._store.remote_experts is not None
-        if not remote_experts or self._cursor.expected(layer)[1] is CountSource.ROUTING:
+        remote = self._store.remote_experts.ids
+        if not remote or self._cursor.expected(layer)[1] is CountSource.ROUTING:
             return busy
         # which rank computes a remote expert is not known, and its owner may be updating it
         return [position for position in busy if position < self._store.experts.n_local]
@@ -164,9 +160,9 @@ class Waves:
         limits: WaveLimits,
         wait_for_all: bool,
     ) -> tuple[list[int], list[int], list[StreamEvent]]:
-        """Blocks until the upload of the first available expert of `pending` was issued (with
-        `wait_for_all` of all), then takes those that may compute with it: (positions, slots, upload
-        ends)."""
+        """Block until the upload of the first available expert of `pending` was issued (with
+        `wait_for_all` of all), then takes the experts that may compute with it: (positions, slots,
+        upload ends)."""
         uploader = self._uploader
         with self._store.lock:
             self._store.request_transfers()  # host slots of passed experts are free now
@@ -191,7 +187,3 @@ class Waves:
 
     def close(self) -> None:
         self._slot_weights = self._slot_weights.new_empty(0, self._slot_weights.shape[1])
-
-
-def _from_zero(ends: Tensor, start: int) -> Tensor:
-    return ends - start if start else ends

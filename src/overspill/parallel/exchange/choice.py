@@ -1,4 +1,4 @@
-"""Which exchange the ranks of a mesh use. Layers of the same mesh share one."""
+"""The exchange that the ranks of a mesh use. Layers of the same mesh share one."""
 
 import weakref
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _shared: weakref.WeakValueDictionary[tuple[int, torch.device], Exchange] = (
     weakref.WeakValueDictionary()
 )
-"""By the id of the mesh's group, which lives as long as its exchange. Each exchange has streams,
-and perhaps a thread and connections."""
+"""Exchanges by the id of the mesh's group, which lives as long as its exchange. Each exchange has
+streams, and perhaps a thread and connections."""
 
 
 def exchange_for(mesh: "DeviceMesh | None", device: torch.device) -> Exchange:

@@ -1,5 +1,5 @@
-"""What the pipeline needs of an exchange: token rows go to the ranks that compute them, beside the
-compute stream, and numbers of the host to all ranks.
+"""The interface of an exchange: token rows go to the ranks that compute them, beside the compute
+stream, and numbers of the host to all ranks.
 
 | class                | token rows travel                                        |
 |----------------------|----------------------------------------------------------|
@@ -26,13 +26,13 @@ class Transfer(NamedTuple):
     """Token rows to be sent."""
 
     rows: Tensor
-    """Contiguous."""
+    """The rows, contiguous."""
     result: Tensor
-    """Gets the rows that arrive."""
+    """The tensor for rows that arrive."""
     sent: list[int]
     received: list[int]
     ready: StreamEvent
-    """When both tensors may be used."""
+    """The event after which both tensors may be used."""
     label: str
 
 
@@ -42,7 +42,7 @@ class Exchange(ABC):
     rank: int = 0
     size: int = 1
     ranks: Ranks | None = None
-    """Those that take part; None for one process."""
+    """The ranks that take part; None for one process."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Exchange(ABC):
         label: str = "",
         into: Tensor | None = None,
     ) -> Arrival:
-        """Sends the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, and so on. The rows that
         arrive, `received` of each rank, are in the order of ranks; they are written to `into`, a
         contiguous tensor, if it is given."""
         rows = rows.contiguous()
@@ -81,7 +81,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _transfer(self, transfer: Transfer) -> StreamEvent:
-        """Carries it out; returns the end. Does not wait for the device."""
+        """Carry out a transfer; return its end. Does not wait for the device."""
 
     def gather_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of each rank, as many on all, [ranks, N]; in host memory."""

@@ -73,7 +73,7 @@ class StagedExchange(Exchange):
         super().__init__(device, recorder, inject)
         self.rank, self.size = ranks.rank, ranks.size
         self.ranks = ranks
-        self._group = ranks.new_host_group()
+        self._group = ranks.new_group()
         self._outwards = WorkStream("exchange out", device, self.recorder, inject)
         self._inwards = WorkStream("exchange in", device, self.recorder, inject)
         self._jobs: _Jobs = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class StagedExchange(Exchange):
 
 @torch.inference_mode()  # results may be tensors of a caller in inference mode
 def _carry_out(jobs: _Jobs) -> None:
-    """Ends with None, or with the first failure: other ranks wait for a transfer that this one has
+    """End with None, or with the first failure: other ranks wait for a transfer that this one has
     not made, so none after it can succeed."""
     failure: BaseException | None = None
     while (found := jobs.get()) is not None:

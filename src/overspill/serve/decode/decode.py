@@ -286,7 +286,7 @@ class Decode:
         engine = self._engine
         residents = engine.residents[self._first :]
         elsewhere = len(residents) * engine.n_experts - sum(residents)
-        use = engine.gpu_use()
+        use = engine.memory.gpu_use()
         if self._slots is not None or use is None or engine.can_train:
             return min(self._slots or 0, elsewhere)
         free = _CACHE_SHARE * (use["budget"] - use["reserved"]) - others

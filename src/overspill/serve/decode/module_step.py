@@ -185,7 +185,7 @@ class ModuleStep:
             add_cpu_rows(y, rows)
         return y.to(x_TD.dtype)
 
-    def announce(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
+    def hint(self, placeholder: ExpertPlaceholder, expert_ids_TK: Tensor) -> None:
         ids_TK = _every_id(expert_ids_TK, placeholder)
         self._announced[placeholder.layer] = ids_TK.to(torch.int32)
 
