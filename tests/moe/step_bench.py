@@ -14,7 +14,7 @@ from overspill.moe.dispatch import RowOrder
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.moe.training_step import TrainingStep
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.tiers.layout import RecordLayout
 
 N_LAYERS = 2

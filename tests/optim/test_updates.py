@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import EngineError
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.updates import Update, Updates
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab

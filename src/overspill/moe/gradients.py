@@ -14,8 +14,8 @@ from overspill.moe.residents.gradients import ResidentGradients
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.residents.memory import Residents
 from overspill.moe.streaming.gradients import StreamingGradients
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.gradient_norm import total_of_squares
-from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
 from overspill.plan.residents import spread_among
 from overspill.tiers.entry import Part

@@ -32,9 +32,9 @@ from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.layer_states import AFTER_BACKWARD, LayerState, LayerStates
 from overspill.moe.pending_passes import PendingPasses
 from overspill.moe.records import ExpertRecords
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.interfaces import UpdateRule
-from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
 from overspill.transfer.streams import StreamEvent
 

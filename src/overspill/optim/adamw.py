@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, NonFiniteError, OrderError
 from overspill.core.experts import ExpertId
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.dense import DenseUpdate, DenseUpdates, new_dense_state, new_zeros
 from overspill.optim.expert_states import (
     layer_steps,
@@ -24,7 +25,6 @@ from overspill.optim.expert_states import (
 )
 from overspill.optim.gradient_norm import gradient_norm, sum_of_squares
 from overspill.optim.interfaces import ExpertEngine
-from overspill.optim.kernel import AdamHyper
 from overspill.optim.parameters import (
     check_dense,
     check_entries,

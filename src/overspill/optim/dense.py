@@ -9,7 +9,8 @@ from torch import Tensor
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.native import has_triton
-from overspill.optim.kernel import AdamHyper, RecordState, RecordUpdate, adam_scalars, adamw_
+from overspill.optim.arguments import AdamHyper, RecordState, RecordUpdate, adam_scalars
+from overspill.optim.kernel import adamw_
 from overspill.parallel.sharded import local, part_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from overspill.compute.cpu_kernel import factor_row_bytes
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
-from overspill.optim.kernel import AdamHyper, AdamScalarsStructure, RecordState, adam_scalars
+from overspill.optim.arguments import AdamHyper, AdamScalarsStructure, RecordState, adam_scalars
 
 _BEST_ISA = -1
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.core.layer_map import LayerMap
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.parallel.ranks import Ranks
 from overspill.tiers.layout import RecordLayout
 

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from overspill.compute.cpu_kernel import factor_row_bytes
+from overspill.optim.arguments import AdamHyper, RecordState
 from overspill.optim.factored import Factors, adamw_factored_, form_gradient, square_of
-from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
+from overspill.optim.kernel import accumulate_, adamw_
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.remote_experts import RemoteExpert
 from overspill.tiers.store import ExpertStore

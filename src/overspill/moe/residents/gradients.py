@@ -13,8 +13,9 @@ from overspill.core.errors import NonFiniteError
 from overspill.moe.layer_pass import Wave
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.residents.memory import LayerRecords, Residents
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.gradient_norm import expert_squares
-from overspill.optim.kernel import AdamHyper, adamw_
+from overspill.optim.kernel import adamw_
 from overspill.transfer.streams import record_event
 
 

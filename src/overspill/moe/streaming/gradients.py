@@ -20,8 +20,8 @@ from overspill.moe.streaming.formed_gradients import FormedGradients
 from overspill.moe.streaming.gradient_copies import Gradient, GradientCopies
 from overspill.moe.streaming.shared_gradients import SharedGradients
 from overspill.moe.streaming.step_cursor import StepCursor
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.gradient_norm import expert_squares
-from overspill.optim.kernel import AdamHyper
 from overspill.optim.updates import Update
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from overspill.core.experts import ExpertId
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.updates import Update
 from overspill.tiers.entry import Entry
 from overspill.tiers.store import ExpertStore
