@@ -56,10 +56,8 @@ class FakeSink:
         self._record("add", layer, hyper is not None)
         self._updated = self._updated or hyper is not None
 
-    def complete_layer(
-        self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
-    ) -> None:
-        self._record("complete_layer", layer, counts, hyper is not None)
+    def complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
+        self._record("complete", layer, counts, hyper is not None)
         self._updated = self._updated or hyper is not None
 
     @property
@@ -69,9 +67,12 @@ class FakeSink:
     def sum_of_squares(self) -> float:
         return 9.0
 
-    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+    def check(self, kept: Mapping[int, AdamHyper]) -> None:
+        """No gradient is checked."""
+
+    def step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._updated = False
-        self._record("end_step", sorted(kept))
+        self._record("step", sorted(kept))
 
     def discard(self, layer: int | None = None) -> None:
         self._updated = self._updated and layer is not None

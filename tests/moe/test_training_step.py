@@ -31,17 +31,17 @@ def either(request: pytest.FixtureRequest) -> Bench:
 
 def test_a_complete_gradient_updates_the_experts_during_backward(at_once: Bench) -> None:
     at_once.backward(at_once.forward())
-    assert at_once.sink_calls() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    assert at_once.sink_calls() == [("add", 0, True), ("complete", 0, COUNTS, True)]
     at_once.training.step()
-    assert at_once.sink_calls() == [("end_step", [])]
+    assert at_once.sink_calls() == [("step", [])]
     assert [at_once.training.steps(layer) for layer in range(2)] == [1, 0]
 
 
 def test_a_kept_gradient_updates_the_experts_in_step(kept: Bench) -> None:
     kept.backward(kept.forward())
-    assert kept.sink_calls() == [("add", 0, False), ("complete_layer", 0, COUNTS, False)]
+    assert kept.sink_calls() == [("add", 0, False), ("complete", 0, COUNTS, False)]
     kept.training.step()
-    assert kept.sink_calls() == [("end_step", [0])]
+    assert kept.sink_calls() == [("step", [0])]
     assert [kept.training.steps(layer) for layer in range(2)] == [1, 0]
 
 
@@ -50,9 +50,9 @@ def test_micro_batches_are_kept_until_the_last_completes_them(at_once: Bench) ->
         at_once.backward(at_once.forward(), accumulate=True)
     assert at_once.sink_calls() == [("add", 0, False)] * 2
     at_once.backward(at_once.forward())
-    assert at_once.sink_calls() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    assert at_once.sink_calls() == [("add", 0, True), ("complete", 0, COUNTS, True)]
     at_once.training.step()
-    assert at_once.sink_calls() == [("end_step", [])]
+    assert at_once.sink_calls() == [("step", [])]
     assert at_once.training.steps(0) == 1
 
 
@@ -62,14 +62,14 @@ def test_of_two_forwards_the_second_backward_completes_the_gradient(either: Benc
     assert either.sink_calls() == [("add", 0, False)]
     either.backward(one)
     complete = not either.rule.keep_gradients
-    assert either.sink_calls() == [("add", 0, complete), ("complete_layer", 0, COUNTS, complete)]
+    assert either.sink_calls() == [("add", 0, complete), ("complete", 0, COUNTS, complete)]
 
 
 def test_a_forward_whose_graph_was_freed_is_not_waited_for(at_once: Bench) -> None:
     freed, used = at_once.forward(), at_once.forward()
     del freed
     at_once.backward(used)
-    assert ("complete_layer", 0, COUNTS, True) in at_once.sink_calls()
+    assert ("complete", 0, COUNTS, True) in at_once.sink_calls()
 
 
 def test_step_completes_gradients_that_are_still_partial(either: Bench) -> None:
@@ -78,8 +78,8 @@ def test_step_completes_gradients_that_are_still_partial(either: Bench) -> None:
     either.training.step()
     at_once = not either.rule.keep_gradients
     assert either.sink_calls() == [
-        ("complete_layer", 1, None, at_once),
-        ("end_step", [] if at_once else [1]),
+        ("complete", 1, None, at_once),
+        ("step", [] if at_once else [1]),
     ]
     assert [either.training.steps(layer) for layer in range(2)] == [0, 1]
 
@@ -105,7 +105,7 @@ def test_a_layer_that_the_optimizer_does_not_have_needs_no_weight_gradients(eith
     either.rule.layers = (1,)
     assert not either.training.begin_backward(either.forward(0))
     either.training.step()
-    assert either.sink_calls() == [("end_step", [])]
+    assert either.sink_calls() == [("step", [])]
     assert either.training.steps(0) == 0
 
 
@@ -128,7 +128,7 @@ def test_discard_drops_a_failed_backward(kept: Bench) -> None:
     assert kept.training.steps(0) == 1
 
 
-@pytest.mark.parametrize("method", ["add", "complete_layer"])
+@pytest.mark.parametrize("method", ["add", "complete"])
 def test_after_a_gradient_that_is_not_finite_the_step_starts_over(
     method: str, at_once: Bench
 ) -> None:
@@ -144,7 +144,7 @@ def test_after_a_gradient_that_is_not_finite_the_step_starts_over(
 
 def test_a_step_that_finds_a_gradient_that_is_not_finite_counts_no_update(either: Bench) -> None:
     either.backward(either.forward())
-    either.sink.fail_in = "end_step"
+    either.sink.fail_in = "step"
     with pytest.raises(NonFiniteError):
         either.training.step()
     assert either.training.steps(0) == 0

@@ -239,13 +239,13 @@ class TrainingStep:
         assert counts is not None
         rows = {position: counts[position] for position in sorted(layer_pass.on_cpu)}
         updates = layer in self._updated_with
-        return self.gradients.place(layer, rows, updates, more=not self._completing)
+        return self.gradients.streamed.place(layer, rows, updates, more=not self._completing)
 
     def deliver_formed(self, layer_pass: LayerPass, end: StreamEvent) -> None:
         """Takes those gradients, which are complete at `end`."""
         layer = layer_pass.layer
         assert self.states[layer] is LayerState.RUNNING
-        self.gradients.add_formed(end, self._updated_with.get(layer))
+        self.gradients.streamed.add_formed(end, self._updated_with.get(layer))
 
     def end_backward(self, layer_pass: LayerPass) -> None:
         """After the last wave of a layer's backward."""
@@ -261,7 +261,7 @@ class TrainingStep:
 
     def _complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         with self._forgotten_if_not_finite():
-            self.gradients.complete_layer(layer, counts, hyper)
+            self.gradients.complete(layer, counts, hyper)
         self.states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
 
     @contextmanager
@@ -301,10 +301,11 @@ class TrainingStep:
                 hyper = rule.hyper(layer)
                 if state is LayerState.PARTIAL:
                     # a graph was freed, or every backward ran under accumulate()
-                    self.gradients.complete_layer(layer, None, None if self._keeps else hyper)
+                    self.gradients.complete(layer, None, None if self._keeps else hyper)
                 if hyper is not None and (self._keeps or state is LayerState.COMPLETE):
                     kept[layer] = hyper
-            self.gradients.end_step(kept)
+            self.gradients.check(kept)
+            self.gradients.step(kept)
         self._forget()
         self._used.update(states)
         for layer in states:

@@ -76,7 +76,9 @@ class FormedGradients:
         their own there are only factors, in ring buffers, of which the device needs some."""
         if not updates or self._has_slots:
             return None
-        return RowLimits(self._most, self._copies.ring_size // 2 * (self._capacity - self._most))
+        return RowLimits(
+            self._most, len(self._copies.updates.ring.buffers) // 2 * (self._capacity - self._most)
+        )
 
     def place(
         self, entries: Mapping[int, Entry], rows: Mapping[int, int]

@@ -24,7 +24,7 @@ class LazyStreaming:
         streaming = self._new(self._settings)
         try:
             if keep is not None and streaming.gradients is not None:
-                streaming.gradients.attach(keep)
+                streaming.gradients.allocate(keep)
         except BaseException:
             streaming.close()
             raise

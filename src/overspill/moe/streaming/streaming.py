@@ -87,27 +87,28 @@ class Streaming:
     def row_limits(self) -> RowLimits | None:
         if self.gradients is None:
             return RowLimits(0, 0)
-        return self.gradients.row_limits(self._updates_at_once())
+        return self.gradients.formed.limits(self._updates_at_once())
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
         """In forward, pending updates of the layer, or its share of all: this and later passes wait
-        for them. In backward those that follow from it."""
+        for them. In backward the updates that follow from it."""
         if self.gradients is None:
             return 0.0
-        number = 0.0
+        number, updates = 0.0, self.gradients.copies.updates
         if phase is Phase.FORWARD:
             own = sum(entry.stale for entry in self._store.streamed(layer))
-            number = max(own, self.gradients.pending_updates / (self._store.n_layers - layer))
+            number = max(own, updates.pending / (self._store.n_layers - layer))
         elif need_dw and self._updates_at_once():
             number = len(self._store.streamed(layer))
-        return number * self.gradients.update_seconds
+        return number * updates.seconds
 
     # -- needs and settings -------------------------------------------------------------------
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
-        """What should be in host slots: experts with a pending update, then the order of need."""
+        """Yield the parts that should be in host slots: of experts with a pending update, then in
+        the order of need."""
         if self.gradients is not None:
-            yield from self.gradients.waiting()
+            yield from self.gradients.copies.waiting()
         for layer, position, states in self.compute.cursor.needed(self._updates_at_once()):
             parts = Part.WEIGHTS | Part.STATES if states else Part.WEIGHTS
             yield self._store.at(layer, position), parts
@@ -118,7 +119,7 @@ class Streaming:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
         self.compute.set_settings(settings)  # first: it may refuse them
         if self.gradients is not None:
-            self.gradients.set_settings(settings)
+            self.gradients.overlap_updates = settings.overlap_updates
 
     def stop_uploads(self) -> None:
         """Uploads that were not issued are dropped; the next pass asks for what it needs."""
@@ -128,7 +129,7 @@ class Streaming:
     def residents_changed(self) -> None:
         """Between steps: other experts are streamed now."""
         if self.gradients is not None:
-            self.gradients.of_residents.reset()
+            self.gradients.host_gradients.reset()
         self.stop_uploads()
         self._store.request_transfers()
 
@@ -144,7 +145,7 @@ class Streaming:
 
     def _idle(self) -> bool:
         stager_idle = self._stager is None or self._stager.idle()
-        updates_idle = self.gradients is None or self.gradients.idle()
+        updates_idle = self.gradients is None or self.gradients.copies.updates.idle()
         return updates_idle and stager_idle and self.compute.uploader.idle()
 
     def check_conserved(self) -> None:
@@ -157,7 +158,7 @@ class Streaming:
         """Memory of the GPU slots and of gradients that are accumulated or read on the device."""
         size = self.compute.uploader.slab.nbytes
         if self.gradients is not None:
-            size += self.gradients.on_device.nbytes + self.gradients.of_residents.device_bytes
+            size += self.gradients.on_device.nbytes + self.gradients.host_gradients.device_bytes
         return size
 
     @property
