@@ -108,7 +108,7 @@ class FakeRule:
     def hyper(self, layer: int) -> AdamHyper | None:
         if layer not in self.layers:
             return None
-        return AdamHyper(self.lr, 0.9, 0.99, 1e-8, 0.0, self.training.steps(layer) + 1)
+        return AdamHyper(self.lr, 0.9, 0.99, 1e-8, 0.0, self.training.optimizer.steps(layer) + 1)
 
 
 class Bench:

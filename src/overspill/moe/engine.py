@@ -131,7 +131,9 @@ class Engine:
             self._residents,
             self.placement,
             recorder=self.recorder,
-            updates_at_once=lambda: self._training is not None and self._training.updates_at_once,
+            updates_at_once=lambda: (
+                self._training is not None and self._training.optimizer.updates_at_once
+            ),
             progress=progress,
             costs=costs,
             shared=self.part.shared,

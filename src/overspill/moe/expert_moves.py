@@ -250,7 +250,7 @@ class ExpertMoves:
         training = self._training
         if training is not None:
             # the memory of the optimizer is not allocated yet
-            expected = layer_pass.trained and not training.has_states
+            expected = layer_pass.trained and not training.optimizer.has_states
             if expected or training.states.has_gradients:
                 return
         try:

@@ -17,7 +17,6 @@ layer waits for its backward. It is kept with clipping, or updates the experts a
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import NonFiniteError, OrderError
-from overspill.core.interrupt import DeferredInterrupt
+from overspill.moe.attached_optimizer import AttachedOptimizer
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.layer_states import AFTER_BACKWARD, LayerState, LayerStates
@@ -72,80 +71,33 @@ class TrainingStep:
         """Gradients are sums over the losses of `n_ranks`, of which the model's is the mean.
         `planned` says whether there is memory for them and for optimizer states."""
         self.gradients = gradients
-        self._planned = planned
         self._records = records
         self._n_ranks = n_ranks
         self.lock = threading.RLock()  # held during a pass and during a step
-        self._rule: weakref.ref[UpdateRule] | None = None
-        self._has_memory = False  # for the states of this optimizer
+        self.optimizer = AttachedOptimizer(n_layers, gradients, planned, self.lock)
         self.states = LayerStates(n_layers, gradients)
         self.passes = PendingPasses(n_layers)
-        self._steps = [0] * n_layers
         self._keeps = False  # whether this step's gradients are kept until step()
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
         self._overwritten = False  # whether weights were loaded over those updates
         self._without_rule: set[int] = set()  # layers of this step that the optimizer did not have
-        self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
         self._used: set[int] = set()  # layers whose gradients step() has used: zero_grad() is due
 
     # -- the optimizer ----------------------------------------------------------------------
 
-    @property
-    def rule(self) -> UpdateRule | None:
-        """The optimizer, while something else holds it: the step must not keep it, and with it the
-        model, alive."""
-        return None if self._rule is None else self._rule()
-
     @_exclusive
     def attach(self, rule: UpdateRule, trained: bool) -> bool:
-        """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero;
-        whether it drops gradients of an unfinished step. Only `trained` experts need memory."""
-        if self.rule is not None and self.rule is not rule:
-            raise OrderError(
-                "the model has an optimizer already; use its parameter groups, or delete it first"
-            )
-        if trained:
-            self.check_planned()
-        replaces = self._rule is not None
-        self._rule, self._has_memory = weakref.ref(rule), False
-        if trained:
-            self.allocate_states()
+        """Follow `rule` from now on. An optimizer that replaces a deleted one starts from zero;
+        return whether it drops gradients of an unfinished step. Only `trained` experts need
+        memory."""
+        replaces = self.optimizer.attach(rule, trained)
         dropped = self.states.has_gradients
         if replaces:
             self._abort()
             self.passes.forget_expected()
-            self.gradients.reset_states()
-            self._steps = [0] * len(self._steps)
-            self._fresh = set(range(len(self._steps)))
+            self.optimizer.reset_states()
         return dropped
-
-    @_exclusive
-    def allocate_states(self) -> None:
-        """Allocates memory for the optimizer, once: experts that were frozen will be trained, or
-        their states are loaded."""
-        rule = self.rule
-        assert rule is not None
-        self.check_planned()
-        if not self._has_memory:
-            with DeferredInterrupt():  # while threads are started
-                self.gradients.attach(rule.state_dtype, rule.keep_gradients)
-                self._has_memory = True
-
-    def check_planned(self) -> None:
-        """Raises if experts that are to be trained were frozen when the model was offloaded."""
-        if not self._planned:
-            raise OrderError(
-                "the experts were frozen when the model was offloaded, so no memory is planned for "
-                "their gradients and optimizer states; call requires_grad_(True) before "
-                "overspill.offload (or leave freeze_experts out of overspill.load), or freeze them "
-                "again"
-            )
-
-    @property
-    def has_states(self) -> bool:
-        """Whether there is an optimizer, and memory for its states."""
-        return self.rule is not None and self._has_memory
 
     def check_joins(self, layers: Iterable[int]) -> None:
         """Raises if the optimizer gets one of `layers` after its backward in this step, which has
@@ -156,24 +108,6 @@ class TrainingStep:
                 "and step(), and their gradients were not computed; add them after step() or "
                 "zero_grad()"
             )
-
-    def steps(self, layer: int) -> int:
-        """Updates of a layer so far, for the bias correction."""
-        return self._steps[layer]
-
-    def set_steps(self, layer: int, steps: int) -> None:
-        self._steps[layer] = steps
-        self._fresh.discard(layer)
-
-    def is_fresh(self, layer: int) -> bool:
-        """Whether the optimizer states of a layer are as before its first update."""
-        return layer in self._fresh or not self._has_memory
-
-    @property
-    def updates_at_once(self) -> bool:
-        """Whether a backward that runs now would update experts before step()."""
-        rule = self.rule if self._has_memory else None
-        return rule is not None and not rule.keep_gradients and not rule.accumulating
 
     # -- passes -----------------------------------------------------------------------------
 
@@ -191,7 +125,7 @@ class TrainingStep:
     def begin_backward(self, layer_pass: LayerPass) -> bool:
         """Before the first wave of a layer's backward; whether weight gradients are needed."""
         layer = layer_pass.layer
-        rule = self.rule
+        rule = self.optimizer.rule
         try:
             if rule is None:
                 raise OrderError(
@@ -211,7 +145,7 @@ class TrainingStep:
         if hyper is None:
             self._without_rule.add(layer)
             return False
-        self.allocate_states()
+        self.optimizer.allocate_states()
         self._completing = not rule.accumulating and not self.passes.of_layer(layer)
         if not self._completing and not self.states.has_gradients:
             self.gradients.expect_more()
@@ -219,7 +153,7 @@ class TrainingStep:
         self._keeps = rule.keep_gradients
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
-            self._fresh.discard(layer)
+            self.optimizer.begin_update(layer)
         if layer_pass.sent is not None:
             self.gradients.begin_backward(layer_pass.sent.shared)
         return True
@@ -285,16 +219,16 @@ class TrainingStep:
     @_exclusive
     def step(self) -> None:
         """Ends a step: kept gradients update the experts."""
-        rule = self.rule
+        rule = self.optimizer.rule
         assert rule is not None
         self.states.check_all_finished()
         self._check_unchanged(rule)
         self._records.mark_changed()
         self.passes.forget()
         states = self.states.with_gradients()
-        self._fresh.difference_update(states)
         kept: dict[int, AdamHyper] = {}
         for layer in states:
+            self.optimizer.begin_update(layer)
             self.states[layer] = LayerState.STEPPING
         with self._forgotten_if_not_finite():
             for layer, state in states.items():
@@ -309,7 +243,7 @@ class TrainingStep:
         self._forget()
         self._used.update(states)
         for layer in states:
-            self._steps[layer] += 1
+            self.optimizer.set_steps(layer, self.optimizer.steps(layer) + 1)
 
     def keep_updates(self) -> None:
         """Continues with experts that a step has updated which was given up. The rest of the model

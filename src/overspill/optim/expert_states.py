@@ -10,14 +10,14 @@ from overspill.optim.interfaces import ExpertEngine
 
 def state_sections(engine: ExpertEngine) -> list[tuple[str, torch.dtype]]:
     """Name and dtype of each optimizer state of an expert; frozen experts have none."""
-    if not engine.training.has_states:
+    if not engine.training.optimizer.has_states:
         return []
     return [(section.name, section.dtype) for section in engine.layout.sections]
 
 
 def layer_steps(engine: ExpertEngine) -> list[int]:
     """How often the experts of each layer were updated."""
-    return [engine.training.steps(layer) for layer in range(engine.n_layers)]
+    return [engine.training.optimizer.steps(layer) for layer in range(engine.n_layers)]
 
 
 def steps_of_all_layers(engine: ExpertEngine) -> list[int]:
@@ -32,7 +32,7 @@ def steps_of_all_layers(engine: ExpertEngine) -> list[int]:
 
 def read_layer(engine: ExpertEngine, layer: int) -> dict[str, Any]:
     """The states of a layer's experts as stacked [E, numel] tensors, and their steps."""
-    entry: dict[str, Any] = {"step": engine.training.steps(layer)}
+    entry: dict[str, Any] = {"step": engine.training.optimizer.steps(layer)}
     for name, dtype in state_sections(engine):
         stack = torch.empty(engine.n_experts, engine.layout.shape.numel, dtype=dtype)
         for index in range(engine.n_experts):
@@ -44,10 +44,10 @@ def read_layer(engine: ExpertEngine, layer: int) -> dict[str, Any]:
 def load_layer(engine: ExpertEngine, layer: int, entry: dict[str, Any]) -> None:
     """Sets the states of a layer's experts; those that are not in `entry` become zero."""
     training = engine.training
-    if entry["step"] == 0 and training.is_fresh(layer):
+    if entry["step"] == 0 and training.optimizer.is_fresh(layer):
         return
-    training.allocate_states()
-    training.set_steps(layer, int(entry["step"]))
+    training.optimizer.allocate_states()
+    training.optimizer.set_steps(layer, int(entry["step"]))
     for name, _ in state_sections(engine):
         stack = entry.get(name, torch.zeros(()).expand(engine.n_experts))
         for index in engine.experts.local_ids:
