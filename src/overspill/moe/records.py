@@ -27,7 +27,8 @@ class ExpertRecords:
         self._store = store
         self._residents = residents
         self._changes = ResidentChanges(store)
-        self._saved_to: Path | None = None
+        self.saved_to: Path | None = None
+        """Folder that holds the current weights, if one does."""
         self.n_changes = 0
         """How often weights of experts were written or updated; it is counted before updates, which
         may run in other threads, and after writing."""
@@ -46,18 +47,13 @@ class ExpertRecords:
             for global_id in self._store.experts.local_ids:
                 yield ExpertId(layer, global_id)
 
-    @property
-    def saved_to(self) -> Path | None:
-        """The folder that holds the current weights, if one does."""
-        return self._saved_to
-
     def mark_saved(self, folder: Path) -> None:
         """The current weights were written to `folder`."""
-        self._saved_to = folder
+        self.saved_to = folder
 
     def mark_changed(self) -> None:
         """The weights differ from those in any folder, or will when an update has ended."""
-        self._saved_to = None
+        self.saved_to = None
         self.n_changes += 1
 
     def _record(self, expert: ExpertId) -> "_DeviceRecord | _HostRecord":

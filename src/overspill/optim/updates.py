@@ -294,26 +294,24 @@ class Updates:
             self._inject("optimizer")
         label = f"expert {entry.id.layer}.{entry.id.index}"
         with self._recorder.span("optimizer", label, layout.weight_bytes):
-            kept = arrived = None
+            gradients = []  # to be added up: the kept one, then the one that has arrived
             if update.accumulate or update.use_kept:
-                kept = layout.weights(self._store.host(entry, Part.GRADS))
+                gradients.append(layout.weights(self._store.host(entry, Part.GRADS)))
             if update.buffer is not None:
-                arrived = layout.weights(self.ring.buffers[update.buffer])
-            if update.factors is not None and not update.accumulate:
-                memory = arrived if kept is None else kept
-                assert memory is not None
-                self._use_factors(entry, memory, update.factors, update.hyper)
-                return
-            if update.factors is not None and kept is not None:
-                self._form(entry, kept, update.factors)
+                gradients.append(layout.weights(self.ring.buffers[update.buffer]))
+            if update.factors is not None:
+                if not update.accumulate:
+                    self._use_factors(entry, gradients[0], update.factors, update.hyper)
+                    return
+                self._form(entry, gradients[0], update.factors)
             if update.parts:
-                kept, arrived = self._add_parts(update, kept)
+                gradients = self._add_parts(update, gradients)
             if update.hyper is not None:
                 began = time.perf_counter()
-                self._adam(entry, kept, arrived, update.hyper)
+                self._adam(entry, gradients, update.hyper)
                 self._note(time.perf_counter() - began)
-            elif kept is not None and arrived is not None:
-                total = accumulate_(kept, arrived, self._threads)
+            elif len(gradients) == 2:
+                total = accumulate_(gradients[0], gradients[1], self._threads)
                 self._squares[entry.number] = total
 
     def _use_factors(
@@ -344,14 +342,14 @@ class Updates:
         before = self.seconds or share
         self.seconds = before + _LEARNING_RATE * (share - before)
 
-    def _add_parts(self, update: Update, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _add_parts(self, update: Update, kept: list[Tensor]) -> list[Tensor]:
         """Add all parts of a gradient but the last to the kept one, or to the first. Return that
-        sum, and the last part, which the caller adds."""
+        sum, and the last part if the caller has to add it."""
         number, rest = update.entry.number, list(update.parts)
         finite = all(math.isfinite(part.square.item()) for part in rest)
-        if kept is not None:
+        if kept:
             self._added_squares[number] = 0.0 if finite else math.nan
-            into = kept
+            (into,) = kept
         else:
             first = rest.pop(0)
             into = first.gradient
@@ -362,13 +360,11 @@ class Updates:
                 into.copy_(first.gradient)
         for part in rest[:-1]:
             accumulate_(into, part.gradient, self._threads)
-        return into, rest[-1].gradient if rest else None
+        return [into, *(part.gradient for part in rest[-1:])]
 
-    def _adam(
-        self, entry: Entry, kept: Tensor | None, arrived: Tensor | None, hyper: AdamHyper
-    ) -> None:
+    def _adam(self, entry: Entry, gradients: list[Tensor], hyper: AdamHyper) -> None:
+        """Update an expert with the sum of at most two gradients."""
         number = entry.number
-        gradients = [gradient for gradient in (kept, arrived) if gradient is not None]
         if len(gradients) == 2 and not math.isfinite(self._added_squares[number].item()):
             self._squares[number] = math.nan
         if gradients and not math.isfinite(self._squares[number].item()):

@@ -15,7 +15,7 @@ from overspill.moe.layer_pass import Wave
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.residents.memory import LayerRecords, Residents
 from overspill.optim.arguments import AdamHyper
-from overspill.optim.gradient_norm import expert_squares
+from overspill.optim.gradient_norm import expert_squares, tensors_of
 from overspill.optim.kernel import adamw_
 from overspill.transfer.streams import record_event
 
@@ -165,8 +165,8 @@ class ResidentGradients(GradientSink):
         grad = host.get(number) if is_kept else zeros
         change(grad)
         host.discard((number,))
-        sizes = [math.prod(size) for size in layout.shape.sizes]
-        self._keep_in_host(layer, range(position, position + 1), grad[None].split(sizes, dim=1))
+        parts = tensors_of(grad[None], layout.shape)
+        self._keep_in_host(layer, range(position, position + 1), parts)
 
     def complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         if hyper is not None:
@@ -227,8 +227,7 @@ class ResidentGradients(GradientSink):
 
     def _kept_squares(self) -> Iterator[tuple[range, Tensor]]:
         """Numbers of experts and the sums of squares of their kept gradients, on the device."""
-        # tensor by tensor, as streamed gradients: the norm has the same bits for all residents
-        sizes = [math.prod(size) for size in self._residents.layout.shape.sizes]
+        # tensor by tensor, as streamed gradients: the norm has the same bits wherever experts are
         for layer, count in enumerate(self._residents.counts):
             first = self._number(layer, 0)
             in_host = self._host_squares
@@ -236,7 +235,7 @@ class ResidentGradients(GradientSink):
             for _, experts in _runs(kept, lambda _: True):
                 grads = self._grads(layer)[experts]
                 numbers = range(first + experts.start, first + experts.stop)
-                yield numbers, expert_squares(grads.split(sizes, dim=1))
+                yield numbers, expert_squares(tensors_of(grads, self._residents.layout.shape))
         for number, square in self._host_squares.items():
             yield range(number, number + 1), square[None]
 

@@ -1,7 +1,6 @@
 """Gradients of streamed experts: from the device into a ring buffer and straight into the expert's
 update, or into the expert's own host slot, where they wait for more or for the global norm."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -21,7 +20,7 @@ from overspill.moe.streaming.gradient_copies import Gradient, GradientCopies
 from overspill.moe.streaming.shared_gradients import SharedGradients
 from overspill.moe.streaming.step_cursor import StepCursor
 from overspill.optim.arguments import AdamHyper
-from overspill.optim.gradient_norm import expert_squares
+from overspill.optim.gradient_norm import expert_squares, tensors_of
 from overspill.optim.updates import Update
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
@@ -94,7 +93,7 @@ class StreamingGradients(GradientSink):
         self.copies.start_updates(min(_RING_WHEN_KEPT, ring) if keep else ring)
 
     def _allocate_kept(self) -> None:
-        """Allocates memory for kept gradients, once."""
+        """Allocate memory for kept gradients, once."""
         if Part.GRADS in self._store.memory.slabs:
             return
         kept = self._store.host_slots * self._store.layout.weight_bytes
@@ -161,7 +160,9 @@ class StreamingGradients(GradientSink):
     def place(
         self, layer: int, rows: Mapping[int, int], updates: bool, more: bool
     ) -> dict[int, WeightGradient]:
-        """Blocks until nothing else uses the memory, which is rarely necessary."""
+        """Return the memory where the CPU leaves the gradients of experts with these token rows, by
+        position. With `updates` they will complete the step's gradient, and the experts may be
+        updated then; `more` as in `add`. Waits until nothing else uses the memory."""
         entries = {position: self._store.at(layer, position) for position in rows}
         if not more:
             self._leave_device({entry.number for entry in entries.values()})
@@ -170,6 +171,7 @@ class StreamingGradients(GradientSink):
         return self.formed.place(entries, rows)
 
     def add_formed(self, end: StreamEvent, hyper: AdamHyper | None) -> None:
+        """Take the gradients of the last `place`, which are complete at `end`."""
         placed = self.formed.take(end)
         for entry, buffer, factors in placed:
             if hyper is None:
@@ -185,24 +187,16 @@ class StreamingGradients(GradientSink):
 
     # -- gradients that other ranks compute ---------------------------------------------------
 
-    def wait_readers(self) -> None:
-        self._wait_readers()
-
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         self._shared.begin(shared)
 
     def _to_outbox(self, gradient: Gradient, slot: GradientPart) -> None:
         arrived = self.copies.to_outbox(gradient, slot)
-        self.copies.updates.submit(self._shared.announcement(gradient.entry, slot, arrived))
+        self.copies.updates.submit(self._shared.publication(gradient.entry, slot, arrived))
 
     def collect(self, layer: int, hyper: AdamHyper | None) -> None:
         for update in self._shared.updates(layer, hyper, self._take_kept):
-            if hyper is not None:
-                self._submit(update)
-            else:
-                self._allocate_kept()
-                self._kept[update.entry.number] = update.arrived
-                self.copies.updates.submit(update)
+            self._submit(update)
 
     def _take_kept(self, entry: Entry) -> StreamEvent | None:
         self._leave_device({entry.number})
@@ -215,8 +209,7 @@ class StreamingGradients(GradientSink):
         positions.clear()
 
     def _leave_device(self, numbers: Collection[int]) -> None:
-        """Sums on the device that nothing more will be added to become kept gradients in host
-        memory."""
+        """Move finished sums of these experts from the device to host memory."""
         for number in self.on_device.numbers(numbers):
             parts = self.on_device.take(number)
             (square,) = expert_squares([part[None] for part in parts])
@@ -224,25 +217,22 @@ class StreamingGradients(GradientSink):
             self._send(Gradient(self._store.entries[number], parts, square, made), None)
 
     def _send(self, gradient: Gradient, hyper: AdamHyper | None) -> None:
-        entry = gradient.entry
-        kept = entry.number in self._kept
-        if hyper is not None:
-            buffer, arrived = self.copies.to_ring(gradient, kept)
-            factors = self.formed.take_factors(entry.number)
-            self._submit(Update(entry, arrived, buffer, kept, hyper=hyper, factors=factors))
-            self._kept.pop(entry.number, None)  # it is used now
+        entry, number = gradient.entry, gradient.entry.number
+        kept = number in self._kept
+        if hyper is None and not kept:
+            self._allocate_kept()
+            self._kept[number] = self.copies.to_host_slot(gradient)
             return
-        self._allocate_kept()
-        if kept:
-            buffer, arrived = self.copies.to_ring(gradient, kept)
-            factors = self.formed.take_factors(entry.number)
-            update = Update(entry, arrived, buffer, accumulate=True, factors=factors)
-            self.copies.updates.submit(update)
-        else:
-            arrived = self.copies.to_host_slot(gradient)
-        self._kept[entry.number] = arrived
+        buffer, arrived = self.copies.to_ring(gradient, kept)
+        factors = self.formed.take_factors(number)
+        self._submit(Update(entry, arrived, buffer, kept, hyper=hyper, factors=factors))
+        if hyper is not None:
+            self._kept.pop(number, None)  # it is used now
 
     # -- a layer, a step --------------------------------------------------------------------
+
+    def wait_readers(self) -> None:
+        self._wait_readers()
 
     def complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         if counts is None:
@@ -258,15 +248,20 @@ class StreamingGradients(GradientSink):
                 self._update(entry, hyper)
 
     def _update(self, entry: Entry, hyper: AdamHyper) -> None:
-        """Updates an expert with its kept gradient, or by decay."""
+        """Update an expert with its kept gradient, or by decay."""
         arrived = self._kept.get(entry.number)
         kept, factors = arrived is not None, self.formed.take_factors(entry.number)
         update = Update(entry, arrived or COMPLETED, use_kept=kept, hyper=hyper, factors=factors)
         self._submit(update)
 
     def _submit(self, update: Update) -> None:
-        self.has_updated = True
-        self._store.begin_update(update.entry)
+        """Let an update thread update an expert, or without `hyper` add to its kept gradient."""
+        if update.hyper is None:
+            self._allocate_kept()
+            self._kept[update.entry.number] = update.arrived
+        else:
+            self.has_updated = True
+            self._store.begin_update(update.entry)
         self.copies.updates.submit(update)
 
     def squares(self) -> dict[int, float]:
@@ -296,12 +291,11 @@ class StreamingGradients(GradientSink):
             store.layout.weights(memory).copy_(grad)
 
         store.write_part(entry, Part.GRADS, fill)
-        sizes = [math.prod(size) for size in store.layout.shape.sizes]
-        self.copies.squares[number] = expert_squares(grad[None].split(sizes, dim=1))[0]
+        (self.copies.squares[number],) = expert_squares(tensors_of(grad[None], store.layout.shape))
         self._kept.setdefault(number, COMPLETED)
 
     def _settle(self) -> None:
-        """Waits until the step's gradients have left the device and are accumulated."""
+        """Wait until the step's gradients have left the device and are accumulated."""
         self.formed.wait()
         if self._kept:
             self.copies.wait()

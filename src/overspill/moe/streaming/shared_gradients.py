@@ -38,8 +38,8 @@ class SharedGradients:
         found = {offset: outboxes.own_part(entry.id.index) for offset, entry in wave.items()}
         return {offset: part for offset, part in found.items() if part is not None}
 
-    def announcement(self, entry: Entry, part: GradientPart, arrived: StreamEvent) -> Update:
-        """What tells the owner that a gradient is in its slot."""
+    def publication(self, entry: Entry, part: GradientPart, arrived: StreamEvent) -> Update:
+        """Return the task that publishes a gradient in its slot to the owner."""
         assert self._outboxes is not None
         return Update(entry, arrived, then=functools.partial(self._outboxes.announce, part))
 
