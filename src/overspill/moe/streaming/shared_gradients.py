@@ -41,7 +41,7 @@ class SharedGradients:
     def publication(self, entry: Entry, part: GradientPart, arrived: StreamEvent) -> Update:
         """Return the task that publishes a gradient in its slot to the owner."""
         assert self._outboxes is not None
-        return Update(entry, arrived, then=functools.partial(self._outboxes.announce, part))
+        return Update(entry, arrived, then=functools.partial(self._outboxes.publish, part))
 
     def updates(
         self,
