@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 def _exclusive(
     method: Callable[Concatenate["TrainingStep", _Args], _Result],
 ) -> Callable[Concatenate["TrainingStep", _Args], _Result]:
-    """Not while another thread runs a pass."""
+    """Make a method wait for passes of other threads."""
 
     @functools.wraps(method)
     def call(self: "TrainingStep", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -58,7 +58,8 @@ def _exclusive(
 
 
 class TrainingStep:
-    """Follows the backward passes of a step and says what is done with the gradients."""
+    """State of a training step: it follows the passes of all layers, refuses calls in the wrong
+    order, and decides when gradients are kept and when they update experts."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class TrainingStep:
         return dropped
 
     def check_joins(self, layers: Iterable[int]) -> None:
-        """Raises if the optimizer gets one of `layers` after its backward in this step, which has
+        """Raise if the optimizer gets one of `layers` after its backward in this step, which has
         computed no weight gradients."""
         for layer in self._without_rule.intersection(layers):
             raise OrderError(
@@ -112,7 +113,8 @@ class TrainingStep:
     # -- passes -----------------------------------------------------------------------------
 
     def check_backward(self, layer_pass: LayerPass) -> None:
-        """A backward needs the weights of its forward, also one without weight gradients."""
+        """Raise if the weights are not those of the forward: a backward needs them, also one
+        without weight gradients."""
         layer = layer_pass.layer
         if self.states[layer] in AFTER_BACKWARD or layer_pass not in self.passes:
             raise OrderError(
@@ -123,7 +125,8 @@ class TrainingStep:
         self.states.check_finished(layer)
 
     def begin_backward(self, layer_pass: LayerPass) -> bool:
-        """Before the first wave of a layer's backward; whether weight gradients are needed."""
+        """Begin a layer's backward, before its first wave; return whether weight gradients are
+        needed."""
         layer = layer_pass.layer
         rule = self.optimizer.rule
         try:
@@ -159,7 +162,7 @@ class TrainingStep:
         return True
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
-        """Takes the gradients of a wave."""
+        """Take the gradients of a wave."""
         layer = layer_pass.layer
         assert self.states[layer] is LayerState.RUNNING
         with self._forgotten_if_not_finite():
@@ -167,7 +170,8 @@ class TrainingStep:
             self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
 
     def place(self, layer_pass: LayerPass) -> dict[int, WeightGradient]:
-        """Where the CPU leaves the weight gradients of its experts of a pass, by position."""
+        """Return the memory where the CPU leaves the weight gradients of its experts of a pass, by
+        position."""
         layer, counts = layer_pass.layer, layer_pass.rows.counts
         assert self.states[layer] is LayerState.RUNNING
         assert counts is not None
@@ -176,13 +180,13 @@ class TrainingStep:
         return self.gradients.streamed.place(layer, rows, updates, more=not self._completing)
 
     def deliver_formed(self, layer_pass: LayerPass, end: StreamEvent) -> None:
-        """Takes those gradients, which are complete at `end`."""
+        """Take the gradients that the CPU has left, which are complete at `end`."""
         layer = layer_pass.layer
         assert self.states[layer] is LayerState.RUNNING
         self.gradients.streamed.add_formed(end, self._updated_with.get(layer))
 
     def end_backward(self, layer_pass: LayerPass) -> None:
-        """After the last wave of a layer's backward."""
+        """End a layer's backward, after its last wave."""
         layer = layer_pass.layer
         if self.states[layer] is not LayerState.RUNNING:
             return
@@ -200,7 +204,7 @@ class TrainingStep:
 
     @contextmanager
     def _forgotten_if_not_finite(self) -> Iterator[None]:
-        """After NonFiniteError nothing was updated: the step starts over."""
+        """After NonFiniteError the gradients are discarded: the step starts over."""
         try:
             yield
         except NonFiniteError:
@@ -211,14 +215,15 @@ class TrainingStep:
 
     @_exclusive
     def prepare_step(self) -> None:
-        """Before ranks meet in a step. Owners may update experts then of which no backward of this
-        step has told them that it is over: a forward without gradients may still read them."""
+        """Wait for readers of weights before ranks meet in a step. Owners may update experts then
+        of which no backward of this step has ended here: a forward without gradients may still read
+        them."""
         if LayerState.PARTIAL in self.states:
             self.gradients.wait_readers()
 
     @_exclusive
     def step(self) -> None:
-        """Ends a step: kept gradients update the experts."""
+        """End a step: kept gradients update the experts."""
         rule = self.optimizer.rule
         assert rule is not None
         self.states.check_all_finished()
@@ -246,12 +251,13 @@ class TrainingStep:
             self.optimizer.set_steps(layer, self.optimizer.steps(layer) + 1)
 
     def keep_updates(self) -> None:
-        """Continues with experts that a step has updated which was given up. The rest of the model
-        does not have that update."""
+        """Continue with experts that an unfinished step has updated. The rest of the model does not
+        have that update."""
         self.states.catch_up()
 
     def _check_unchanged(self, rule: UpdateRule) -> None:
-        """Dense parameters use the numbers at step(), experts those at backward."""
+        """Raise if the optimizer's numbers have changed: dense parameters use those at step(),
+        experts those at backward."""
         if self.states.has_gradients and self._keeps != rule.keep_gradients:
             raise OrderError(
                 "clipping (or overlap_updates) was switched between backward and step(); switch it "
@@ -272,7 +278,7 @@ class TrainingStep:
 
     @_exclusive
     def add_replicas(self, replicas: Ranks) -> None:
-        """Adds to the kept gradients those of the same experts in other nodes, which have computed
+        """Add to the kept gradients those of the same experts in other nodes, which have computed
         them for other tokens. Entered by all ranks, once in a step."""
         having = self.states.with_gradients()
         has = [layer in having for layer in range(len(self.states))]
@@ -287,13 +293,14 @@ class TrainingStep:
 
     @_exclusive
     def gradient_squares(self) -> float:
-        """Sum of squares of the gradients of all local experts in this step; waits for them."""
+        """Return the sum of squares of the gradients of all local experts in this step; waits for
+        them."""
         return self.gradients.sum_of_squares() / self._n_ranks**2
 
     def waiting_norm(self, layer: int) -> float | None:
-        """None for a layer without a gradient. The lowest of the others has the norm of all
-        gradients that are kept until step(), the rest have almost none. As in torch, there is a
-        gradient until zero_grad()."""
+        """Return the norm that a layer's placeholder shows; None for a layer without a gradient.
+        The lowest of the others has the norm of all gradients that are kept until step(), the rest
+        have almost none. As in torch, there is a gradient until zero_grad()."""
         if self.states[layer] is LayerState.EMPTY:
             return ALMOST_ZERO if layer in self._used else None
         lowest = layer == min(self.states.with_gradients())
@@ -301,25 +308,26 @@ class TrainingStep:
 
     @_exclusive
     def discard(self) -> None:
-        """Drops the gradients of this step; the experts stay as they are."""
+        """Drop the gradients of this step; the experts stay as they are."""
         self.gradients.discard()
         self._forget()
 
     def weights_loaded(self, layer: int) -> None:
-        """The weights of a layer's experts were loaded: an update of this step is lost."""
+        """Note that the weights of a layer's experts were loaded: an update of this step is
+        lost."""
         self._overwritten = self.states.has_updated
         self.states.catch_up(layer)
 
     def _abort(self) -> None:
-        """Drops this step, also if it has updated experts: then their weights must be loaded."""
+        """Drop this step, also if it has updated experts: then their weights must be loaded."""
         if self.states.has_updated and not self._overwritten:
             self.states.abort()
         self.discard()
 
     @_exclusive
     def restart(self) -> bool:
-        """Optimizer states were loaded: a step that failed, or that has updated experts, is given
-        up; whether there was one."""
+        """Abort a step that failed, or that has updated experts, because optimizer states are
+        loaded; return whether there was one."""
         started = self.states.has_begun
         if started:
             self._abort()
@@ -327,7 +335,7 @@ class TrainingStep:
 
     @_exclusive
     def zero_grad(self) -> None:
-        """Drops kept gradients that were not used."""
+        """Drop kept gradients that were not used."""
         self.states.check_droppable()
         self._without_rule.clear()
         self._used.clear()
@@ -336,7 +344,7 @@ class TrainingStep:
 
     @_exclusive
     def drop(self, layer: int) -> None:
-        """Drops the gradient of one layer, as `model.zero_grad()` does for each."""
+        """Drop the gradient of one layer, as `model.zero_grad()` does for each."""
         self._without_rule.discard(layer)
         self._used.discard(layer)
         if self.states[layer] is not LayerState.EMPTY:
@@ -351,7 +359,8 @@ class TrainingStep:
             self.states[layer] = LayerState.EMPTY
 
     def check_between_steps(self, what: str) -> None:
-        """Between backward and step() experts may be one update ahead of the dense parameters."""
+        """Raise if experts are one update ahead of the dense parameters, as between backward and
+        step()."""
         self.states.check_between_steps(what)
 
     def _forget(self) -> None:

@@ -17,7 +17,7 @@ from overspill.transfer.streams import CopyStream, StreamEvent
 
 
 class Gradient(NamedTuple):
-    """The gradient of an expert on the device."""
+    """Gradient of an expert on the device."""
 
     entry: Entry
     parts: Sequence[Tensor]
@@ -26,8 +26,9 @@ class Gradient(NamedTuple):
 
 
 class GradientCopies:
-    """Copies gradients into a ring buffer, into the expert's host slot or into an outbox, each with
-    its sum of squares. A part of `StreamingGradients`, which decides where each one goes."""
+    """Copies of gradients into a ring buffer, into the expert's host slot or into an outbox, each
+    with its sum of squares, and the threads that use them. A part of `StreamingGradients`, which
+    decides where each one goes."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class GradientCopies:
         self._awaited: Entry | None = None  # its gradient waits for a host slot
 
     def start_updates(self, buffers: int) -> None:
-        """Allocates a ring of `buffers` and starts the update threads, once."""
+        """Allocate a ring of `buffers` and start the update threads, once."""
         if not self.updates.is_started:
             store, size = self._store, self._store.layout.weight_bytes
             slab = HostSlab("gradient buffers", buffers, size, store.memory.pinned, self._progress)
@@ -65,7 +66,8 @@ class GradientCopies:
     # -- copies -----------------------------------------------------------------------------
 
     def to_ring(self, gradient: Gradient, is_added: bool) -> tuple[int, StreamEvent]:
-        """Returns the buffer. `is_added`: to the gradient in the expert's host slot."""
+        """Copy a gradient into a ring buffer, which is returned with the end of the copy.
+        `is_added`: it will be added to the gradient in the expert's host slot."""
         ring = self.updates.ring
         buffer = ring.take()
         try:
@@ -77,7 +79,7 @@ class GradientCopies:
             raise
 
     def to_host_slot(self, gradient: Gradient) -> StreamEvent:
-        """To the memory for the expert's kept gradient."""
+        """Copy a gradient into the memory for the expert's kept gradient; return when it ends."""
         store, entry = self._store, gradient.entry
         square = self.squares[entry.number]
         if entry.disk_slot is None:  # its host slot is its own
@@ -102,6 +104,7 @@ class GradientCopies:
             store.release(entry)
 
     def to_outbox(self, gradient: Gradient, slot: GradientPart) -> StreamEvent:
+        """Copy a gradient into a slot of the outbox of this rank; return when it ends."""
         return self._copy(gradient, slot.gradient, slot.square)
 
     def _copy(self, gradient: Gradient, flat: Tensor, square: Tensor) -> StreamEvent:
@@ -116,7 +119,7 @@ class GradientCopies:
         return self.downloads.send(pairs, label, gradient.made)
 
     def check_finite(self) -> None:
-        """Updates have refused gradients that are not finite; this reports them."""
+        """Raise NonFiniteError, once, for gradients that are not finite; updates refuse them."""
         if torch.isfinite(self.squares).all():
             return
         self.updates.wait_idle()  # it reads the same numbers

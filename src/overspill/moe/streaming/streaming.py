@@ -31,8 +31,9 @@ _log = logging.getLogger("overspill")
 
 
 class Streaming:
-    """Uploads run ahead of compute, gradients leave as they are made, updates run while the device
-    continues, and the next upload of an expert waits only for its own update."""
+    """Compute, gradients and disk transfers of streamed experts. Uploads run ahead of compute,
+    gradients leave as they are made, updates run while the device continues, and the next upload of
+    an expert waits only for its own update."""
 
     def __init__(
         self,
@@ -122,12 +123,12 @@ class Streaming:
             self.gradients.overlap_updates = settings.overlap_updates
 
     def stop_uploads(self) -> None:
-        """Uploads that were not issued are dropped; the next pass asks for what it needs."""
+        """Drop uploads that were not issued; the next pass asks for those it needs."""
         with self._store.lock:
             self.compute.uploader.set_targets([])
 
     def residents_changed(self) -> None:
-        """Between steps: other experts are streamed now."""
+        """Adapt to other streamed experts, between steps."""
         if self.gradients is not None:
             self.gradients.host_gradients.reset()
         self.stop_uploads()
