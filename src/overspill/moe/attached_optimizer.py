@@ -1,7 +1,7 @@
 """The optimizer of the experts, as a training step sees it."""
 
-import threading
 import weakref
+from contextlib import AbstractContextManager
 
 from overspill.core.errors import OrderError
 from overspill.core.interrupt import DeferredInterrupt
@@ -14,16 +14,16 @@ class AttachedOptimizer:
     layers. A part of `TrainingStep`, which attaches optimizers."""
 
     def __init__(
-        self, n_layers: int, gradients: ExpertGradients, planned: bool, lock: threading.RLock
+        self, gradients: ExpertGradients, planned: bool, lock: AbstractContextManager[object]
     ) -> None:
-        """`planned` says whether there is memory for gradients and optimizer states."""
+        """`planned` says whether there is memory for gradients and optimizer states. `lock` is held
+        while memory is allocated."""
         self._gradients = gradients
         self._planned = planned
         self._lock = lock
         self._rule: weakref.ref[UpdateRule] | None = None
         self._has_memory = False  # for the states of this optimizer
-        self._steps = [0] * n_layers
-        self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
+        self._steps: dict[int, int] = {}  # of the layers whose optimizer states may not be zero
 
     @property
     def rule(self) -> UpdateRule | None:
@@ -84,22 +84,20 @@ class AttachedOptimizer:
     def reset_states(self) -> None:
         """Set the states of all layers to zero, as before the first step."""
         self._gradients.reset_states()
-        self._steps = [0] * len(self._steps)
-        self._fresh = set(range(len(self._steps)))
+        self._steps.clear()
 
     def is_fresh(self, layer: int) -> bool:
         """Whether the states of a layer are as before its first update."""
-        return layer in self._fresh or not self._has_memory
+        return layer not in self._steps or not self._has_memory
 
     def steps(self, layer: int) -> int:
         """Number of updates of a layer so far, for the bias correction."""
-        return self._steps[layer]
+        return self._steps.get(layer, 0)
 
     def set_steps(self, layer: int, steps: int) -> None:
         """Set the number of updates of a layer: its states are loaded, or it was updated."""
         self._steps[layer] = steps
-        self._fresh.discard(layer)
 
     def begin_update(self, layer: int) -> None:
-        """The states of a layer are not zero any more, whatever becomes of the step."""
-        self._fresh.discard(layer)
+        """Note that the states of a layer are not zero any more, whatever becomes of the step."""
+        self._steps.setdefault(layer, 0)

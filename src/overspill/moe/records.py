@@ -141,10 +141,9 @@ class ExpertRecords:
         records = self._residents[layer]
         try:
             for position in reversed(range(count, self._store.residents[layer])):
-                entry = self._store.at(layer, position)
-                self._changes.enter_host(
-                    entry, {part: self._copier(records, position, part) for part in self._parts()}
-                )
+                parts = {Part.WEIGHTS, Part.STATES} & self._store.memory.slabs.keys()
+                fills = {part: self._copier(records, position, part) for part in sorted(parts)}
+                self._changes.enter_host(self._store.at(layer, position), fills)
         finally:
             self._residents.resize(layer, self._store.residents[layer])
 
@@ -162,9 +161,6 @@ class ExpertRecords:
                 if store.maps[layer] is map_before:
                     _copy_pair(before, (row, host))
                 raise
-
-    def _parts(self) -> list[Part]:
-        return [part for part in (Part.WEIGHTS, Part.STATES) if part in self._store.memory.slabs]
 
     def _copier(self, records: LayerRecords, row: int, part: Part) -> Callable[[Tensor], None]:
         def copy(memory: Tensor) -> None:

@@ -75,7 +75,7 @@ class TrainingStep:
         self._records = records
         self._n_ranks = n_ranks
         self.lock = threading.RLock()  # held during a pass and during a step
-        self.optimizer = AttachedOptimizer(n_layers, gradients, planned, self.lock)
+        self.optimizer = AttachedOptimizer(gradients, planned, self.lock)
         self.states = LayerStates(n_layers, gradients)
         self.passes = PendingPasses(n_layers)
         self._keeps = False  # whether this step's gradients are kept until step()
@@ -190,16 +190,14 @@ class TrainingStep:
         layer = layer_pass.layer
         if self.states[layer] is not LayerState.RUNNING:
             return
+        hyper = self._updated_with.get(layer)
         if layer_pass.sent is not None:
-            self.gradients.collect(layer, self._updated_with.get(layer))
-        if self._completing:
-            self._complete(layer, layer_pass.rows.counts, self._updated_with.get(layer))
-        else:
+            self.gradients.collect(layer, hyper)
+        if not self._completing:
             self.states[layer] = LayerState.PARTIAL
-
-    def _complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
+            return
         with self._forgotten_if_not_finite():
-            self.gradients.complete(layer, counts, hyper)
+            self.gradients.complete(layer, layer_pass.rows.counts, hyper)
         self.states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
 
     @contextmanager

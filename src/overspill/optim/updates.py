@@ -72,11 +72,6 @@ class Update:
         return self.then is not None and not self.parts and self.hyper is None
 
     @property
-    def urgency(self) -> int:
-        """The lowest comes first: what the next forward needs first."""
-        return -1 if self.only_publishes else self.entry.number
-
-    @property
     def needs(self) -> Part:
         """The parts of the expert that must be in its host slot."""
         need = Part.WEIGHTS | Part.STATES if self.hyper is not None else Part(0)
@@ -87,7 +82,7 @@ class Update:
 class _Queued(NamedTuple):
     """Update with its place among others."""
 
-    urgency: int
+    urgency: int  # the lowest comes first, as the next forward needs experts
     order: int
     update: Update
 
@@ -141,10 +136,11 @@ class Updates:
         self._order = itertools.count()
         self._closed = False
         self._workers: list[threading.Thread] = []
+        self.is_started = False
 
     def start(self, ring: GradientRing) -> None:
         """Starts the threads, once. Gradients that updates use directly are in `ring`."""
-        assert not self._workers
+        assert not self.is_started
         self.ring = ring
         self._workers = [
             threading.Thread(target=self._run, name="overspill-updates", daemon=True)
@@ -152,14 +148,11 @@ class Updates:
         ]
         for worker in self._workers:
             worker.start()
-
-    @property
-    def is_started(self) -> bool:
-        return bool(self._workers)
+        self.is_started = True
 
     def submit(self, update: Update) -> None:
         """Queues an update, whose expert keeps its host slot until then."""
-        assert self._workers, "no optimizer is attached"
+        assert self.is_started, "no optimizer is attached"
         with self._store.lock:
             self._store.hold(update.entry)
             self._submitted.append(update)  # the rest is done by threads that Ctrl-C does not reach
@@ -197,7 +190,8 @@ class Updates:
     def _queue(self) -> None:
         while self._submitted:
             update = self._submitted[0]
-            queued = _Queued(update.urgency, next(self._order), update)
+            urgency = -1 if update.only_publishes else update.entry.number
+            queued = _Queued(urgency, next(self._order), update)
             self._pending.setdefault(queued.key, deque()).append(queued.order)
             (self._of_ranks if update.parts else self._arriving).append(queued)
             self._submitted.popleft()
@@ -309,7 +303,9 @@ class Updates:
             if update.hyper is not None:
                 began = time.perf_counter()
                 self._adam(entry, gradients, update.hyper)
-                self._note(time.perf_counter() - began)
+                share = (time.perf_counter() - began) / self._at_once
+                before = self.seconds or share
+                self.seconds = before + _LEARNING_RATE * (share - before)
             elif len(gradients) == 2:
                 total = accumulate_(gradients[0], gradients[1], self._threads)
                 self._squares[entry.number] = total
@@ -336,11 +332,6 @@ class Updates:
         size = factor_row_bytes(shape, memory.dtype) // memory.itemsize
         used = memory[place.first * size : (place.first + place.rows) * size]
         return Factors(used, place.rows, shape)
-
-    def _note(self, seconds: float) -> None:
-        share = seconds / self._at_once
-        before = self.seconds or share
-        self.seconds = before + _LEARNING_RATE * (share - before)
 
     def _add_parts(self, update: Update, kept: list[Tensor]) -> list[Tensor]:
         """Add all parts of a gradient but the last to the kept one, or to the first. Return that

@@ -44,16 +44,13 @@ class DeviceGradients:
 
     def add(self, number: int, gradient: Sequence[Tensor]) -> bool:
         """Add to the expert's sum. Return False if there is no room for it."""
-        row = self._held.get(number)
-        if row is None and not self._free:
+        is_new = number not in self._held
+        if is_new and not self._free:
             return False
-        if row is None:
-            row = self._held[number] = self._free.pop()
-            for into, part in zip(self._parts(row, gradient), gradient, strict=True):
-                into.copy_(part)
-        else:
-            for into, part in zip(self._parts(row, gradient), gradient, strict=True):
-                into.add_(part)
+        row = self._held[number] = self._free.pop() if is_new else self._held[number]
+        put = Tensor.copy_ if is_new else Tensor.add_
+        for into, part in zip(self._parts(row, gradient), gradient, strict=True):
+            put(into, part)
         return True
 
     def add_to(self, number: int, gradient: Sequence[Tensor]) -> None:

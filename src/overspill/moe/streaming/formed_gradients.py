@@ -67,7 +67,8 @@ class FormedGradients:
         self._placed: list[_Placed] = []
         self._buffer: int | None = None  # of the ring, with `_used` rows
         self._used = 0
-        self._end = COMPLETED  # when the last ones are complete
+        self.end = COMPLETED
+        """When the last gradients of the CPU are complete."""
 
     @property
     def _has_slots(self) -> bool:
@@ -131,7 +132,7 @@ class FormedGradients:
 
     def take(self, end: StreamEvent) -> list[_Placed]:
         """Return the places of the backward whose job has the end `end`; kept factors are noted."""
-        self._end = end
+        self.end = end
         placed, self._placed = self._placed, []
         for entry, buffer, factors in placed:
             if buffer is None and factors is not None:
@@ -161,10 +162,6 @@ class FormedGradients:
                 self._factored[number] = factors._replace(is_measured=True)
 
     # -- failures ---------------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Wait until the CPU has computed the last gradients."""
-        self._end.wait()
 
     def drop_placed(self) -> None:
         """Give back the memory of the running backward, after a failure within it."""

@@ -26,7 +26,7 @@ from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
-from overspill.transfer.outboxes import GradientPart, Outboxes
+from overspill.transfer.outboxes import Outboxes
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
@@ -147,7 +147,8 @@ class StreamingGradients(GradientSink):
             gradient = Gradient(entry, parts, squares[offset], made)
             in_host = entry.number in self._kept
             if (slot := outbox.get(offset)) is not None:
-                self._to_outbox(gradient, slot)
+                arrived = self.copies.to_outbox(gradient, slot)
+                self.copies.updates.submit(self._shared.publication(entry, slot, arrived))
             elif not (more and not in_host and self.on_device.add(entry.number, parts)):
                 self._send(gradient, hyper)
             finished.append(self._store.position(entry))
@@ -189,10 +190,6 @@ class StreamingGradients(GradientSink):
 
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         self._shared.begin(shared)
-
-    def _to_outbox(self, gradient: Gradient, slot: GradientPart) -> None:
-        arrived = self.copies.to_outbox(gradient, slot)
-        self.copies.updates.submit(self._shared.publication(gradient.entry, slot, arrived))
 
     def collect(self, layer: int, hyper: AdamHyper | None) -> None:
         for update in self._shared.updates(layer, hyper, self._take_kept):
@@ -296,7 +293,7 @@ class StreamingGradients(GradientSink):
 
     def _settle(self) -> None:
         """Wait until the step's gradients have left the device and are accumulated."""
-        self.formed.wait()
+        self.formed.end.wait()
         if self._kept:
             self.copies.wait()
         else:
@@ -304,7 +301,7 @@ class StreamingGradients(GradientSink):
 
     def check(self, kept: Mapping[int, AdamHyper]) -> None:
         self.copies.downloads.wait()
-        self.formed.wait()
+        self.formed.end.wait()
         if not self._shared.are_finite() or (self._has_added and self._not_finite.item()):
             self.copies.updates.wait_idle()  # which sums are not finite is known then
         if kept:
@@ -358,7 +355,7 @@ class StreamingGradients(GradientSink):
 
     def wait(self) -> None:
         """Waits until all gradients have arrived and all updates are done."""
-        self.formed.wait()
+        self.formed.end.wait()
         self.copies.wait()
 
     def check_conserved(self) -> None:
