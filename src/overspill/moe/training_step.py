@@ -166,8 +166,9 @@ class TrainingStep:
         layer = layer_pass.layer
         assert self.states[layer] is LayerState.RUNNING
         with self._forgotten_if_not_finite():
-            hyper = self._updated_with.get(layer)
-            self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
+            self.gradients.add(
+                layer, wave, dw, self._updated_with.get(layer), more=not self._completing
+            )
 
     def place(self, layer_pass: LayerPass) -> dict[int, WeightGradient]:
         """Return the memory where the CPU leaves the weight gradients of its experts of a pass, by

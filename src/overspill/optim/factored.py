@@ -74,14 +74,16 @@ def form_gradient(factors: Factors, into: Tensor, threads: int = 1, isa: int = _
     assert into.numel() == factors.shape.numel
     assert into.dtype == factors.memory.dtype
     assert into.is_contiguous()
-    args = ctypes.byref(_args(factors)), into.data_ptr(), threads, isa
-    return float(_kernels().overspill_form_gradient(*args))
+    return float(
+        _kernels().overspill_form_gradient(
+            ctypes.byref(_args(factors)), into.data_ptr(), threads, isa
+        )
+    )
 
 
 def square_of(factors: Factors, threads: int = 1, isa: int = _BEST_ISA) -> float:
     """The sum of squares of the gradient, from the products of its rows with each other."""
-    args = ctypes.byref(_args(factors)), threads, isa
-    return float(_kernels().overspill_gradient_square(*args))
+    return float(_kernels().overspill_gradient_square(ctypes.byref(_args(factors)), threads, isa))
 
 
 def _args(factors: Factors) -> _FactorArgs:

@@ -100,17 +100,14 @@ class ResidentGradients(GradientSink):
             self._kept.update(numbers)
             return
         if not self._updated:
-            self._note(expert_squares(dw))
+            # before the first update of a step; does not wait for the device
+            self._not_finite.logical_or_(~torch.isfinite(expert_squares(dw)).all())
         self._updated.update(numbers)  # first: an interrupt may come during the update
         if self._residents.device.type == "cpu":
             dw = [torch.cat(dw, dim=1)]  # whole records, for the bits of the update threads
         records = self._residents[layer]
         for start, part in zip(self._residents.layout.shape.starts, dw, strict=False):
             self._update(records, slice(wave.first, wave.stop), part, hyper, start)
-
-    def _note(self, squares: Tensor) -> None:
-        """Before the first update of a step; does not wait for the device."""
-        self._not_finite.logical_or_(~torch.isfinite(squares).all())
 
     def _keep(self, layer: int, first: int, dw: Sequence[Tensor]) -> None:
         self._squares = None
@@ -172,7 +169,7 @@ class ResidentGradients(GradientSink):
         if hyper is not None:
             if not self._updated:
                 for _, squares in self._kept_squares():
-                    self._note(squares)
+                    self._not_finite.logical_or_(~torch.isfinite(squares).all())
             self._update_layer(layer, hyper)
 
     def _update_layer(self, layer: int, hyper: AdamHyper) -> None:

@@ -40,7 +40,8 @@ class HostGradients:
         # of gradients that are kept now
         self._rows: dict[int, Tensor] = {}
         self._arrived: dict[int, StreamEvent] = {}
-        self._buffer: Tensor | None = None
+        self.buffer = torch.empty(0, dtype=layout.dtype, device=device)
+        """Memory on the device that readers copy gradients to."""
 
     def __contains__(self, number: int) -> bool:
         return number in self._arrived
@@ -74,15 +75,10 @@ class HostGradients:
         return partial(self._copy, *args)
 
     def allocate_buffer(self) -> Tensor:
-        """Return the memory of readers, allocated once: between steps, when memory is not short."""
-        if self._buffer is None:
-            size, dtype = self._layout.shape.numel, self._layout.dtype
-            self._buffer = torch.empty(size, dtype=dtype, device=self._device)
-        return self._buffer
-
-    @property
-    def device_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.nbytes
+        """Return `buffer`, allocated once: between steps, when memory is not short."""
+        if not len(self.buffer):
+            self.buffer = self.buffer.new_empty(self._layout.shape.numel)
+        return self.buffer
 
     def _copy(self, row: Tensor, arrived: StreamEvent, into: Tensor) -> Tensor:
         wait_event(self._device, arrived)
@@ -106,4 +102,4 @@ class HostGradients:
         """Drop all references to memory: that of host slots is freed with its last view."""
         self._arrived.clear()
         self.reset()
-        self._buffer = None
+        self.buffer = self.buffer.new_empty(0)

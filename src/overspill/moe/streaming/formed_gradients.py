@@ -70,16 +70,11 @@ class FormedGradients:
         self.end = COMPLETED
         """When the last gradients of the CPU are complete."""
 
-    @property
-    def _has_slots(self) -> bool:
-        """Whether the gradient of each expert has memory of its own."""
-        return Part.GRADS in self._store.memory.slabs
-
     def limits(self, updates: bool) -> RowLimits | None:
         """Return the most token rows of one expert and of a backward; None: any. Where gradients
         have no memory of their own there are only factors, in ring buffers, of which the device
         needs some. With `updates` they will complete the step's gradient."""
-        if not updates or self._has_slots:
+        if not updates or Part.GRADS in self._store.memory.slabs:
             return None
         return RowLimits(
             self._most, len(self._copies.updates.ring.buffers) // 2 * (self._capacity - self._most)
@@ -95,7 +90,7 @@ class FormedGradients:
     def _place(self, entry: Entry, rows: int) -> WeightGradient:
         layout, number = self._store.layout, entry.number
         square = self._copies.squares[number : number + 1]
-        if not self._has_slots:
+        if Part.GRADS not in self._store.memory.slabs:  # gradients have no memory of their own
             first = self._take_room(rows)
             assert self._buffer is not None
             self._placed.append(_Placed(entry, self._buffer, FactorRows(rows, first)))

@@ -159,7 +159,7 @@ class Streaming:
         """Memory of the GPU slots and of gradients that are accumulated or read on the device."""
         size = self.compute.uploader.slab.nbytes
         if self.gradients is not None:
-            size += self.gradients.on_device.nbytes + self.gradients.host_gradients.device_bytes
+            size += self.gradients.on_device.nbytes + self.gradients.host_gradients.buffer.nbytes
         return size
 
     @property
