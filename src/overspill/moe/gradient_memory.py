@@ -1,4 +1,4 @@
-"""Where the gradients of experts wait: on the compute device or in host memory."""
+"""Memory of gradients that wait, on the compute device or in host memory."""
 
 from collections.abc import Callable
 
@@ -10,8 +10,9 @@ from overspill.tiers.store import ExpertStore
 
 
 class GradientMemory:
-    """Memory of gradients that wait for others of their step, or for `step()`. A part of
-    `ExpertGradients`; the number of those on the device is changed between steps."""
+    """Settings of the memory of gradients that wait for others of their step, or for `step()`, and
+    the number of gradients on the device, which is changed between steps. A part of
+    `ExpertGradients`."""
 
     def __init__(
         self,

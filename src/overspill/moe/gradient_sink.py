@@ -1,4 +1,4 @@
-"""The interface of what takes the gradients of experts."""
+"""Interface of objects that take the gradients of experts and update the experts with them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,8 +21,8 @@ class GradientSink(ABC):
     `layer * n_local + position`. With `hyper` a gradient completes that of the step, and its expert
     may be updated at once, with these numbers; without, the gradient is kept.
 
-    Methods raise NonFiniteError for a gradient that is NaN or infinite, and what a worker thread
-    has raised; the caller then discards the gradients of all sinks.
+    Methods raise NonFiniteError for a gradient that is NaN or infinite, and the errors of worker
+    threads; the caller then discards the gradients of all sinks.
     """
 
     @property

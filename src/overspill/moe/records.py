@@ -30,8 +30,8 @@ class ExpertRecords:
         self.saved_to: Path | None = None
         """Folder that holds the current weights, if one does."""
         self.n_changes = 0
-        """How often weights of experts were written or updated; it is counted before updates, which
-        may run in other threads, and after writing."""
+        """Number of times that weights of experts were written or updated; counted before updates,
+        which may run in other threads, and after writing."""
 
     @property
     def layout(self) -> RecordLayout:
@@ -48,11 +48,11 @@ class ExpertRecords:
                 yield ExpertId(layer, global_id)
 
     def mark_saved(self, folder: Path) -> None:
-        """The current weights were written to `folder`."""
+        """Note that the current weights were written to `folder`."""
         self.saved_to = folder
 
     def mark_changed(self) -> None:
-        """The weights differ from those in any folder, or will when an update has ended."""
+        """Note that the weights differ from those in any folder, or will after an update."""
         self.saved_to = None
         self.n_changes += 1
 

@@ -50,7 +50,7 @@ class UpdateTable:
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         lengths = [update.grad.numel() for update in updates]
         addresses = [_addresses(update) for update in updates]
-        # what is copied belongs to a stream: another one might read it before it is there
+        # the copies belong to a stream: another one might read them before they have ended
         if stream != self._stream or lengths != self._lengths:
             self._lengths, self._addresses = [], []
             blocks = torch.tensor([triton.cdiv(length, _BLOCK) for length in lengths])

@@ -1,4 +1,4 @@
-"""What the optimizer and the engine, which is in a higher package, use of each other."""
+"""Interfaces between the optimizer and the engine, which is in a higher package."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -15,7 +15,7 @@ from overspill.tiers.layout import RecordLayout
 
 
 class UpdateRule(Protocol):
-    """What a training step asks its optimizer."""
+    """The optimizer as a training step uses it."""
 
     @property
     def state_dtype(self) -> torch.dtype:

@@ -201,7 +201,7 @@ def adamw_torch_(
     chunk: int = _FALLBACK_CHUNK,
     start: int = 0,
 ) -> None:
-    """The same update of one row with torch operations, `chunk` elements at a time."""
+    """Update one row as `adamw_`, with torch operations, `chunk` elements at a time."""
     device = state.weight.device
     step = torch.full((), hyper.step, dtype=torch.float32, device=device)
     seed = adam_scalars(hyper).seed

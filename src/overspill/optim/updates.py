@@ -98,9 +98,9 @@ _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
 
 
 class Updates:
-    """Updates experts in threads. `squares[number]` is the sum of squares of an expert's gradient,
+    """Threads that update experts. `squares[number]` is the sum of squares of an expert's gradient,
     written by the device with the gradient, or here where gradients are accumulated;
-    `added_squares[number]` that of a gradient that is added to a kept one."""
+    `added_squares[number]` is that of a gradient which is added to a kept one."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Updates:
         self._at_once = threads // cores  # updates, each in a thread of its own
         self._threads = threads // self._at_once  # of one pass
         self.seconds = 0.0
-        """How long all threads take for one update, as measured; 0 before the first one."""
+        """Measured time of one update by all threads; 0 before the first one."""
         self._recorder = recorder
         self._inject = inject
         self._submitted: deque[Update] = deque()

@@ -57,7 +57,7 @@ class ResidentGradients(GradientSink):
                 self._grads(layer)
 
     def _on_device(self, layer: int) -> int:
-        """How many experts of a layer keep their gradients on the device: the first ones."""
+        """Return how many experts of a layer, its first ones, keep gradients on the device."""
         count = self._residents.counts[layer]
         return count if self._host() is None else min(count, self.on_device[layer])
 

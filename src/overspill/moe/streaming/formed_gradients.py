@@ -1,4 +1,4 @@
-"""Weight gradients that the CPU makes, beside those that the device sends."""
+"""Weight gradients of experts that the CPU computes."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple

@@ -85,7 +85,7 @@ class GradientCopies:
         if entry.disk_slot is None:  # its host slot is its own
             return self._copy(gradient, store.layout.weights(store.host(entry, Part.GRADS)), square)
         with store.lock:
-            # first: the GPU may hold more experts than the host, and those of this wave that were
+            # first: the GPU may hold more experts than the host, and experts of this wave that were
             # delivered before must make room
             self._awaited = entry
             try:

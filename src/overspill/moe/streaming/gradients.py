@@ -64,7 +64,7 @@ class StreamingGradients(GradientSink):
         self.overlap_updates = settings.overlap_updates
         self._trace = trace
         self._device = device
-        # those of a layer are downloaded while the next one computes
+        # the gradients of a layer are downloaded while the next one computes
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         limit = on_device * store.layout.weight_bytes
         self.copies = GradientCopies(store, stream, limit, threads, progress)

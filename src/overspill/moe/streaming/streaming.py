@@ -139,7 +139,7 @@ class Streaming:
         self._store.wake_all()  # an interrupt may have come before a thread was woken
         if self.gradients is not None:
             self.gradients.wait()
-        # all at once: what one of them ends may let another begin
+        # all at once: a task that ends may let another begin
         what = "pending transfers and updates (uploader, update thread, disk transfers)"
         self._store.wait(self._idle, what)
         self.compute.wait_idle()
@@ -176,7 +176,7 @@ class Streaming:
         if error is None or self.gradients is not None or self._interrupted:
             return
         _log.warning("transfers of experts begin anew after a failure: %s", error)
-        # what is allocated here outlives an inference mode of the caller
+        # memory allocated here outlives an inference mode of the caller
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             self.compute.restart_uploads()
             self._store.recover()
