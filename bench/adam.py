@@ -14,7 +14,8 @@ import torch
 from record import Limit, Metric, metric, write_record
 from torch import Tensor
 
-from overspill.optim.kernel import AdamHyper, RecordState, adamw_, kernel_name
+from overspill.optim.arguments import AdamHyper, RecordState
+from overspill.optim.kernel import adamw_, kernel_name
 
 NUMEL = 3 * 1024 * 4096  # one gated expert of 1024×4096: 12.58 M parameters
 GIB = 1 << 30

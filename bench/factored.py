@@ -31,8 +31,9 @@ from overspill.compute.cpu_kernel import (
 )
 from overspill.core.experts import ExpertShape
 from overspill.hardware.machine import cpu_threads
+from overspill.optim.arguments import AdamHyper, RecordState
 from overspill.optim.factored import Factors, adamw_factored_, form_gradient, square_of
-from overspill.optim.kernel import AdamHyper, RecordState, adamw_
+from overspill.optim.kernel import adamw_
 
 SHAPES = {"1024×4096": ExpertShape(1024, 4096, False), "2048×768": ExpertShape(2048, 768, True)}
 TINY = {"32×64": ExpertShape(32, 64, True)}

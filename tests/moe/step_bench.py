@@ -14,7 +14,7 @@ from overspill.moe.dispatch import RoutedRows
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.records import ExpertRecords
 from overspill.moe.training_step import TrainingStep
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.tiers.layout import RecordLayout
 
 N_LAYERS = 2
@@ -56,10 +56,8 @@ class FakeSink:
         self._record("add", layer, hyper is not None)
         self._updated = self._updated or hyper is not None
 
-    def complete_layer(
-        self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
-    ) -> None:
-        self._record("complete_layer", layer, counts, hyper is not None)
+    def complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
+        self._record("complete", layer, counts, hyper is not None)
         self._updated = self._updated or hyper is not None
 
     @property
@@ -69,9 +67,12 @@ class FakeSink:
     def sum_of_squares(self) -> float:
         return 9.0
 
-    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+    def check(self, kept: Mapping[int, AdamHyper]) -> None:
+        """No gradient is checked."""
+
+    def step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._updated = False
-        self._record("end_step", sorted(kept))
+        self._record("step", sorted(kept))
 
     def discard(self, layer: int | None = None) -> None:
         self._updated = self._updated and layer is not None
@@ -107,7 +108,7 @@ class FakeRule:
     def hyper(self, layer: int) -> AdamHyper | None:
         if layer not in self.layers:
             return None
-        return AdamHyper(self.lr, 0.9, 0.99, 1e-8, 0.0, self.training.steps(layer) + 1)
+        return AdamHyper(self.lr, 0.9, 0.99, 1e-8, 0.0, self.training.optimizer.steps(layer) + 1)
 
 
 class Bench:

@@ -31,18 +31,18 @@ def either(request: pytest.FixtureRequest) -> Bench:
 
 def test_a_complete_gradient_updates_the_experts_during_backward(at_once: Bench) -> None:
     at_once.backward(at_once.forward())
-    assert at_once.sink_calls() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    assert at_once.sink_calls() == [("add", 0, True), ("complete", 0, COUNTS, True)]
     at_once.training.step()
-    assert at_once.sink_calls() == [("end_step", [])]
-    assert [at_once.training.steps(layer) for layer in range(2)] == [1, 0]
+    assert at_once.sink_calls() == [("step", [])]
+    assert [at_once.training.optimizer.steps(layer) for layer in range(2)] == [1, 0]
 
 
 def test_a_kept_gradient_updates_the_experts_in_step(kept: Bench) -> None:
     kept.backward(kept.forward())
-    assert kept.sink_calls() == [("add", 0, False), ("complete_layer", 0, COUNTS, False)]
+    assert kept.sink_calls() == [("add", 0, False), ("complete", 0, COUNTS, False)]
     kept.training.step()
-    assert kept.sink_calls() == [("end_step", [0])]
-    assert [kept.training.steps(layer) for layer in range(2)] == [1, 0]
+    assert kept.sink_calls() == [("step", [0])]
+    assert [kept.training.optimizer.steps(layer) for layer in range(2)] == [1, 0]
 
 
 def test_micro_batches_are_kept_until_the_last_completes_them(at_once: Bench) -> None:
@@ -50,10 +50,10 @@ def test_micro_batches_are_kept_until_the_last_completes_them(at_once: Bench) ->
         at_once.backward(at_once.forward(), accumulate=True)
     assert at_once.sink_calls() == [("add", 0, False)] * 2
     at_once.backward(at_once.forward())
-    assert at_once.sink_calls() == [("add", 0, True), ("complete_layer", 0, COUNTS, True)]
+    assert at_once.sink_calls() == [("add", 0, True), ("complete", 0, COUNTS, True)]
     at_once.training.step()
-    assert at_once.sink_calls() == [("end_step", [])]
-    assert at_once.training.steps(0) == 1
+    assert at_once.sink_calls() == [("step", [])]
+    assert at_once.training.optimizer.steps(0) == 1
 
 
 def test_of_two_forwards_the_second_backward_completes_the_gradient(either: Bench) -> None:
@@ -62,14 +62,14 @@ def test_of_two_forwards_the_second_backward_completes_the_gradient(either: Benc
     assert either.sink_calls() == [("add", 0, False)]
     either.backward(one)
     complete = not either.rule.keep_gradients
-    assert either.sink_calls() == [("add", 0, complete), ("complete_layer", 0, COUNTS, complete)]
+    assert either.sink_calls() == [("add", 0, complete), ("complete", 0, COUNTS, complete)]
 
 
 def test_a_forward_whose_graph_was_freed_is_not_waited_for(at_once: Bench) -> None:
     freed, used = at_once.forward(), at_once.forward()
     del freed
     at_once.backward(used)
-    assert ("complete_layer", 0, COUNTS, True) in at_once.sink_calls()
+    assert ("complete", 0, COUNTS, True) in at_once.sink_calls()
 
 
 def test_step_completes_gradients_that_are_still_partial(either: Bench) -> None:
@@ -78,10 +78,10 @@ def test_step_completes_gradients_that_are_still_partial(either: Bench) -> None:
     either.training.step()
     at_once = not either.rule.keep_gradients
     assert either.sink_calls() == [
-        ("complete_layer", 1, None, at_once),
-        ("end_step", [] if at_once else [1]),
+        ("complete", 1, None, at_once),
+        ("step", [] if at_once else [1]),
     ]
-    assert [either.training.steps(layer) for layer in range(2)] == [0, 1]
+    assert [either.training.optimizer.steps(layer) for layer in range(2)] == [0, 1]
 
 
 def test_after_step_the_next_step_begins(either: Bench) -> None:
@@ -89,7 +89,7 @@ def test_after_step_the_next_step_begins(either: Bench) -> None:
         either.backward(either.forward())
         either.training.step()
         either.training.zero_grad()
-    assert either.training.steps(0) == 2
+    assert either.training.optimizer.steps(0) == 2
 
 
 def test_a_backward_after_step_needs_zero_grad_of_its_layer(either: Bench) -> None:
@@ -105,8 +105,8 @@ def test_a_layer_that_the_optimizer_does_not_have_needs_no_weight_gradients(eith
     either.rule.layers = (1,)
     assert not either.training.begin_backward(either.forward(0))
     either.training.step()
-    assert either.sink_calls() == [("end_step", [])]
-    assert either.training.steps(0) == 0
+    assert either.sink_calls() == [("step", [])]
+    assert either.training.optimizer.steps(0) == 0
 
 
 def test_zero_grad_drops_kept_and_partial_gradients(kept: Bench) -> None:
@@ -125,10 +125,10 @@ def test_discard_drops_a_failed_backward(kept: Bench) -> None:
     kept.training.discard()
     kept.backward(kept.forward())
     kept.training.step()
-    assert kept.training.steps(0) == 1
+    assert kept.training.optimizer.steps(0) == 1
 
 
-@pytest.mark.parametrize("method", ["add", "complete_layer"])
+@pytest.mark.parametrize("method", ["add", "complete"])
 def test_after_a_gradient_that_is_not_finite_the_step_starts_over(
     method: str, at_once: Bench
 ) -> None:
@@ -139,15 +139,15 @@ def test_after_a_gradient_that_is_not_finite_the_step_starts_over(
     at_once.training.zero_grad()
     at_once.backward(at_once.forward())
     at_once.training.step()
-    assert at_once.training.steps(0) == 1
+    assert at_once.training.optimizer.steps(0) == 1
 
 
 def test_a_step_that_finds_a_gradient_that_is_not_finite_counts_no_update(either: Bench) -> None:
     either.backward(either.forward())
-    either.sink.fail_in = "end_step"
+    either.sink.fail_in = "step"
     with pytest.raises(NonFiniteError):
         either.training.step()
-    assert either.training.steps(0) == 0
+    assert either.training.optimizer.steps(0) == 0
     either.sink.fail_in = ""
     either.backward(either.forward())
 
@@ -188,8 +188,8 @@ def test_experts_are_updated_at_once_unless_gradients_are_kept_or_accumulated(
 ) -> None:
     bench = Bench(keep)
     bench.rule.accumulating = accumulating
-    assert bench.training.updates_at_once == (not keep and not accumulating)
-    assert not Bench(attach=False).training.updates_at_once
+    assert bench.training.optimizer.updates_at_once == (not keep and not accumulating)
+    assert not Bench(attach=False).training.optimizer.updates_at_once
 
 
 # -- refusals -----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_a_forward_between_micro_batches_is_allowed(either: Bench) -> None:
     either.backward(either.forward(), accumulate=True)
     either.forward()
     either.training.step()
-    assert either.training.steps(0) == 1
+    assert either.training.optimizer.steps(0) == 1
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -253,12 +253,12 @@ def test_after_a_failed_backward_step_and_backward_are_refused(
         bench.training.step()
     with pytest.raises(OrderError, match=remedy):
         bench.backward(bench.forward())
-    assert bench.training.steps(0) == 0
+    assert bench.training.optimizer.steps(0) == 0
     if not updated:
         bench.training.zero_grad()
         bench.backward(bench.forward())
         bench.training.step()
-        assert bench.training.steps(0) == 1
+        assert bench.training.optimizer.steps(0) == 1
 
 
 def test_zero_grad_after_updates_during_backward_is_refused(at_once: Bench) -> None:
@@ -302,7 +302,7 @@ def test_clipping_must_not_be_switched_between_backward_and_step(either: Bench) 
     either.rule.keep_gradients = not before
     either.backward(either.forward())
     either.training.step()
-    assert either.training.steps(0) == 2
+    assert either.training.optimizer.steps(0) == 2
 
 
 def test_the_learning_rate_must_not_change_after_an_update_during_backward(
@@ -333,23 +333,23 @@ def test_an_optimizer_that_replaces_a_deleted_one_starts_from_zero(kept: Bench) 
     kept.training.zero_grad()
     kept.backward(kept.forward())
     del kept.rule
-    assert kept.training.rule is None
+    assert kept.training.optimizer.rule is None
     kept.sink_calls()
     kept.rule = FakeRule(kept.training)
     kept.training.attach(kept.rule, trained=True)
     assert kept.sink_calls() == [("attach", False), ("discard",), ("reset_states",)]
-    assert kept.training.steps(0) == 0
+    assert kept.training.optimizer.steps(0) == 0
     kept.forward()  # the gradient of the old optimizer is gone
 
 
 def test_the_step_does_not_keep_its_optimizer_alive(either: Bench) -> None:
-    assert either.training.rule is either.rule
+    assert either.training.optimizer.rule is either.rule
     del either.rule
-    assert either.training.rule is None
+    assert either.training.optimizer.rule is None
 
 
 def test_steps_can_be_set_for_a_checkpoint(either: Bench) -> None:
-    either.training.set_steps(1, 7)
+    either.training.optimizer.set_steps(1, 7)
     either.backward(either.forward(1))
     either.training.step()
-    assert [either.training.steps(layer) for layer in range(2)] == [0, 8]
+    assert [either.training.optimizer.steps(layer) for layer in range(2)] == [0, 8]

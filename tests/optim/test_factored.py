@@ -14,16 +14,9 @@ from overspill.compute.cpu_kernel import (
     factor_row_bytes,
     kernel_backward,
 )
+from overspill.optim.arguments import AdamHyper, RecordState
 from overspill.optim.factored import Factors, adamw_factored_, form_gradient, square_of
-from overspill.optim.kernel import (
-    ISA_NAMES,
-    AdamHyper,
-    RecordState,
-    adamw_,
-    join_master,
-    kernel_name,
-    split_master_,
-)
+from overspill.optim.kernel import ISA_NAMES, adamw_, join_master, kernel_name, split_master_
 from tests.compute.groups import FP32, KINDS, Group, Kind, every_dtype, every_kind, needs_native
 
 pytestmark = needs_native

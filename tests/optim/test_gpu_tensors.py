@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.optim.adamw import AdamW
-from overspill.optim.kernel import AdamHyper, RecordState, RecordUpdate, adam_scalars
+from overspill.optim.arguments import AdamHyper, RecordState, RecordUpdate, adam_scalars
 
 pytest.importorskip("triton")
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from overspill.hardware import native
 from overspill.optim import kernel
+from overspill.optim.arguments import AdamHyper, RecordState
 from overspill.optim.kernel import (
     ISA_NAMES,
-    AdamHyper,
-    RecordState,
     accumulate_,
     adamw_,
     adamw_torch_,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from overspill.optim import kernel
-from overspill.optim.kernel import AdamHyper, RecordState, adam_scalars, adamw_
+from overspill.optim.arguments import AdamHyper, RecordState, adam_scalars
+from overspill.optim.kernel import adamw_
 from tests.slow import slow_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32

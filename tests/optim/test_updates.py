@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import EngineError
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.updates import Update, Updates
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import HostSlab
@@ -40,7 +40,8 @@ class Bench:
         self.ring = GradientRing(store, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
         self.recorder = Recorder()
         squares = self.squares, self.added_squares
-        self.updates = Updates(store, *squares, self.ring, threads, self.recorder, inject)
+        self.updates = Updates(store, *squares, threads, self.recorder, inject)
+        self.updates.start(self.ring)
 
     def receive(self, entry: Entry, value: float, is_added: bool = False) -> int:
         """A gradient arrives in a ring buffer."""

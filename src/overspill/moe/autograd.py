@@ -83,7 +83,7 @@ def _routed(
         if layer_pass.trained:
             check_processes()
             if engine.can_train:
-                engine.training.check_planned()
+                engine.training.optimizer.check_planned()
         shape = _SavedInput.apply(  # type: ignore[no-untyped-call]
             x_TD, weights_TK, placeholder, engine, layer_pass, adapters, *factors
         )

@@ -133,7 +133,9 @@ class Engine:
             self.device,
             self.placement,
             recorder=self.recorder,
-            updates_at_once=lambda: self._training is not None and self._training.updates_at_once,
+            updates_at_once=lambda: (
+                self._training is not None and self._training.optimizer.updates_at_once
+            ),
             progress=progress,
             costs=costs,
             shared=self.part.shared,

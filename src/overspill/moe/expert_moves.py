@@ -48,7 +48,7 @@ class ExpertMoves:
         self._records = records
         self._placement = placement
         self._training = training
-        self._gradients = None if training is None else training.gradients
+        self._gradients = None if training is None else training.gradients.memory
         self._streaming = streaming
         self._user: MemoryUser | None = None
         self._residency: Residency | None = None
@@ -84,8 +84,8 @@ class ExpertMoves:
             )
         with self._change():
             before = list(self._store.residents)
-            if self._gradients is not None:
-                self._gradients.of_residents.residents_changed()
+            if self._training is not None:
+                self._training.gradients.residents.residents_changed()
             self._stream_if_needed(sum(counts))
             leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
             if leaving:
@@ -169,7 +169,7 @@ class ExpertMoves:
         model among those that share the device."""
         planned = sum(self._store.residents) == self._placement.residents  # with their states
         if self._gradients is not None:
-            self._gradients.allow_host()
+            self._gradients.may_use_host = True
         size = self._resident_bytes(self._placement.trains_experts, False) if planned else 0
         self._user = user
         self._residency = Residency(memory, budget, self, size)
@@ -190,7 +190,7 @@ class ExpertMoves:
         gradients."""
         if self._residency is None or self._training is None or self._training.states.has_gradients:
             return
-        gradients = self._training.gradients
+        gradients = self._training.gradients.memory
         if gradients.keep is not None and gradients.keep != keep and not gradients.accumulates:
             self._residency.begin_again()
         keep = keep or gradients.are_kept
@@ -244,7 +244,7 @@ class ExpertMoves:
         training = self._training
         if training is not None:
             # the memory of the optimizer is not allocated yet
-            expected = layer_pass.trained and not training.has_states
+            expected = layer_pass.trained and not training.optimizer.has_states
             if expected or training.states.has_gradients:
                 return
         try:

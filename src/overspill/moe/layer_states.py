@@ -1,4 +1,4 @@
-"""What each layer has of the gradient of this step, and what is refused because of that."""
+"""The state of each layer in a training step, and the calls that it refuses."""
 
 import enum
 
@@ -26,7 +26,7 @@ class LayerStates:
     def __init__(self, n_layers: int, gradients: ExpertGradients) -> None:
         self._states = [LayerState.EMPTY] * n_layers
         self._gradients = gradients
-        self._ahead: set[int] = set()  # layers that a step may have updated which was given up
+        self._ahead: set[int] = set()  # layers that an aborted step may have updated
 
     def __getitem__(self, layer: int) -> LayerState:
         return self._states[layer]
@@ -41,7 +41,7 @@ class LayerStates:
         return len(self._states)
 
     def with_gradients(self) -> dict[int, LayerState]:
-        """The layers that are not EMPTY, lowest first."""
+        """Return the layers that are not EMPTY, lowest first."""
         return {n: state for n, state in enumerate(self._states) if state is not LayerState.EMPTY}
 
     @property
@@ -50,7 +50,7 @@ class LayerStates:
         return any(state is not LayerState.EMPTY for state in self._states)
 
     def forget(self) -> None:
-        """No layer has a gradient any more."""
+        """Make all layers EMPTY."""
         self._states = [LayerState.EMPTY] * len(self._states)
 
     # -- experts that are ahead of the rest of the model --------------------------------------
@@ -66,11 +66,13 @@ class LayerStates:
         return self._gradients.has_updated or any(state in _FAILED for state in self._states)
 
     def abort(self) -> None:
-        """This step will not be finished, and may have updated the experts of any layer."""
+        """Note that this step will not be finished, and may have updated the experts of any
+        layer."""
         self._ahead.update(range(len(self._states)))
 
     def catch_up(self, layer: int | None = None) -> None:
-        """The weights of a layer were loaded, or those of all layers are accepted as they are."""
+        """Note that the weights of a layer were loaded, or that those of all layers are accepted as
+        they are."""
         if layer is None:
             self._ahead.clear()
         else:
@@ -87,7 +89,7 @@ class LayerStates:
             )
 
     def check_finished(self, layer: int) -> None:
-        """Raises if a backward or a step has failed in this layer."""
+        """Raise if a backward or a step has failed in this layer."""
         self._check_ahead()
         if self._states[layer] is LayerState.STEPPING:
             raise OrderError(
@@ -103,11 +105,13 @@ class LayerStates:
             raise OrderError(f"a backward failed inside MoE layer {layer}; {remedy}")
 
     def check_all_finished(self) -> None:
+        """Raise if a backward or a step has failed in any layer."""
         for layer in range(len(self._states)):
             self.check_finished(layer)
 
     def check_forward(self, layer: int) -> None:
-        """A forward between a layer's backward and step() would use weights of neither step."""
+        """Raise between a layer's backward and step(), where a forward would use weights of neither
+        step."""
         self.check_finished(layer)
         if self._states[layer] in AFTER_BACKWARD:
             raise OrderError(
@@ -117,7 +121,7 @@ class LayerStates:
             )
 
     def check_droppable(self) -> None:
-        """Raises if gradients were used for updates already."""
+        """Raise if gradients were used for updates already."""
         if self.has_updated:
             self.check_all_finished()
             raise OrderError(
@@ -127,7 +131,7 @@ class LayerStates:
             )
 
     def check_empty(self, refused: str) -> None:
-        """Raises if this step has gradients or updates already."""
+        """Raise if this step has gradients or updates already."""
         self._check_ahead()
         for layer, state in enumerate(self._states):
             self.check_finished(layer)
@@ -135,7 +139,8 @@ class LayerStates:
                 raise OrderError(f"{refused} between backward and step(); call opt.step() first")
 
     def check_between_steps(self, what: str) -> None:
-        """Between backward and step() experts may be one update ahead of the dense parameters."""
+        """Raise if experts are one update ahead of the dense parameters, as between backward and
+        step()."""
         self._check_ahead()
         if LayerState.STEPPING in self._states:
             self.check_finished(self._states.index(LayerState.STEPPING))

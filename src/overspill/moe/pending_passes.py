@@ -6,7 +6,8 @@ from overspill.moe.layer_pass import LayerPass, PendingBackward
 
 
 class PendingPasses:
-    """A gradient is complete only if no other forward of its layer waits for its backward."""
+    """Forwards that wait for their backward, by layer. The gradient of a layer is complete only if
+    there are no others."""
 
     def __init__(self, n_layers: int) -> None:
         # sets, because adding and removing is atomic and a graph may be freed in any thread
@@ -14,12 +15,12 @@ class PendingPasses:
         self._expected = [0] * n_layers  # forwards that a reentrant checkpoint will repeat
 
     def expect_recomputation(self, layer: int) -> None:
-        """A forward without a graph: a reentrant checkpoint will repeat it, with a graph, during
-        backward."""
+        """Note a forward without a graph, which a reentrant checkpoint will repeat during backward,
+        with a graph."""
         self._expected[layer] += 1
 
     def open(self, layer_pass: LayerPass, recomputed: bool = False) -> None:
-        """A forward whose backward will come, unless its graph is freed."""
+        """Add a forward whose backward will come, unless its graph is freed."""
         layer = layer_pass.layer
         if recomputed:
             self._expected[layer] = max(0, self._expected[layer] - 1)
@@ -28,7 +29,7 @@ class PendingPasses:
         weakref.finalize(layer_pass, pending.discard, layer_pass.pending)
 
     def close(self, layer_pass: LayerPass) -> None:
-        """Its backward has come."""
+        """Remove a forward: its backward has come."""
         self._pending[layer_pass.layer].discard(layer_pass.pending)
 
     def __contains__(self, layer_pass: LayerPass) -> bool:
@@ -39,11 +40,11 @@ class PendingPasses:
         return bool(self._pending[layer] or self._expected[layer])
 
     def forget_expected(self) -> None:
-        """No recomputation will come any more."""
+        """Expect no recomputation any more."""
         self._expected = [0] * len(self._expected)
 
     def forget(self) -> None:
-        """A graph from before the end of a step must not train after it."""
+        """Remove all forwards: a graph from before the end of a step must not train after it."""
         for pending in self._pending:
             pending.clear()
         self.forget_expected()

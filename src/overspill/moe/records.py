@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from overspill.core.errors import ConfigError
 from overspill.core.experts import ExpertId
 from overspill.moe.residents.memory import LayerRecords, Residents
-from overspill.tiers.entry import Part
+from overspill.tiers.entry import Entry, Part
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.resident_changes import ResidentChanges
 from overspill.tiers.store import ExpertStore
@@ -18,17 +20,18 @@ from overspill.transfer.requests import run_all
 
 
 class ExpertRecords:
-    """Reads and writes whole records by global expert id, wherever the expert is, while
+    """Access to whole records by global expert id, on the device, in host memory and on disk, while
     no step is running."""
 
     def __init__(self, store: ExpertStore, residents: Residents) -> None:
         self._store = store
         self._residents = residents
         self._changes = ResidentChanges(store)
-        self._saved_to: Path | None = None
+        self.saved_to: Path | None = None
+        """Folder that holds the current weights, if one does."""
         self.n_changes = 0
-        """How often weights of experts were written or updated; it is counted before updates, which
-        may run in other threads, and after writing."""
+        """Number of times that weights of experts were written or updated; counted before updates,
+        which may run in other threads, and after writing."""
 
     @property
     def layout(self) -> RecordLayout:
@@ -44,65 +47,41 @@ class ExpertRecords:
             for global_id in self._store.experts.local_ids:
                 yield ExpertId(layer, global_id)
 
-    @property
-    def saved_to(self) -> Path | None:
-        """The folder that holds the current weights, if one does."""
-        return self._saved_to
-
     def mark_saved(self, folder: Path) -> None:
-        """The current weights were written to `folder`."""
-        self._saved_to = folder
+        """Note that the current weights were written to `folder`."""
+        self.saved_to = folder
 
     def mark_changed(self) -> None:
-        """The weights differ from those in any folder, or will when an update has ended."""
-        self._saved_to = None
+        """Note that the weights differ from those in any folder, or will after an update."""
+        self.saved_to = None
         self.n_changes += 1
 
-    def _resident(self, expert: ExpertId) -> tuple[LayerRecords, int] | None:
-        """The records of the expert's layer and its row, if it is resident."""
+    def _record(self, expert: ExpertId) -> "_DeviceRecord | _HostRecord":
+        """The record of an expert where it is now. The only place that asks whether an expert is
+        resident."""
         self._store.lifetime.check()
         position = self._store.maps[expert.layer].position(expert.index)
         if position < self._store.residents[expert.layer]:
-            return self._residents[expert.layer], position
-        return None
+            return _DeviceRecord(self._residents[expert.layer], position)
+        return _HostRecord(self._store, self._store.entry(expert))
 
     def fill(
         self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
     ) -> None:
-        """Before the first use: lets `fill` write the stored weights of every expert in
-        place, in `workers` threads. Experts on disk, and with `on_host` those on the device, are
-        written through a host buffer."""
-        own = threading.local()
+        """Before the first use: lets `fill` write the stored weights of every expert in place, in
+        `workers` threads. Experts on disk, and with `on_host` those on the device, are written
+        through a host buffer."""
+        buffers = threading.local() if on_host else None
 
         def fill_one(expert: ExpertId) -> None:
-            place = self._resident(expert)
-            if place is None:
-                self._store.set_part(
-                    self._store.entry(expert),
-                    Part.WEIGHTS,
-                    lambda memory: fill(expert, self.layout.weights(memory)),
-                )
-                return
-            weights = place[0].weights[place[1]]
-            if not on_host:
-                fill(expert, weights)
-                return
-            if not hasattr(own, "record"):
-                own.record = torch.empty(weights.shape, dtype=weights.dtype)
-            fill(expert, own.record)
-            weights.copy_(own.record)
+            self._record(expert).fill(partial(fill, expert), buffers)
 
         run_all(fill_one, self.ids(), workers)
         self._store.wait_allocated()
 
     def read_weights(self, expert: ExpertId, out: Tensor) -> None:
         """Copies an expert's flat weights into `out` [numel]."""
-        place = self._resident(expert)
-        if place is not None:
-            self.layout.unpack(expert.layer, place[0].weights[place[1]], out)
-        else:
-            memory = self._store.read_part(self._store.entry(expert), Part.WEIGHTS)
-            self.layout.unpack(expert.layer, self.layout.weights(memory), out)
+        self.layout.unpack(expert.layer, self._record(expert).weights(), out)
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` write an expert's flat weights [numel] in place; packed ones are refused."""
@@ -116,55 +95,26 @@ class ExpertRecords:
                 "the experts of this model have an adapter beside their weights, and cannot be "
                 "changed; merge it with overspill.merge, and load that"
             )
+        record = self._record(expert)
+        self.mark_changed()
         try:
-            self._write_weights(expert, fill)
+            record.write_weights(fill)
         finally:  # also after a part of it
             self.n_changes += 1
 
-    def _write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
-        place = self._resident(expert)
-        self.mark_changed()
-        # the master becomes the new weight, without low bits of the old one
-        if place is not None:
-            records, row = place
-            fill(records.weights[row])
-            if "low" in records.states:
-                records.states["low"][row].zero_()
-            return
-        entry = self._store.entry(expert)
-        self._store.write_part(entry, Part.WEIGHTS, lambda m: fill(self.layout.weights(m)))
-        if self.layout.dtype == torch.bfloat16 and Part.STATES in self._store.memory.slabs:
-            self._store.write_part(entry, Part.STATES, self._clear_low_bits)
-
-    def _clear_low_bits(self, memory: Tensor) -> None:
-        self.layout.state(memory, "low").zero_()
-
     def read_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
         """Copies one optimizer state of an expert into `out` [numel]."""
-        place = self._resident(expert)
-        if place is not None:
-            out.copy_(place[0].states[name][place[1]])
-        else:
-            memory = self._store.read_part(self._store.entry(expert), Part.STATES)
-            out.copy_(self.layout.state(memory, name))
+        out.copy_(self._record(expert).state(name))
 
     def write_state(self, expert: ExpertId, name: str, value: Tensor) -> None:
         """Sets one optimizer state of an expert."""
-        place = self._resident(expert)
-        if place is not None:
-            place[0].states[name][place[1]].copy_(value)
-            return
-
-        def fill(memory: Tensor) -> None:
-            self.layout.state(memory, name).copy_(value)
-
-        self._store.write_part(self._store.entry(expert), Part.STATES, fill)
+        self._record(expert).write_state(name, value)
 
     # -- a change of residents ----------------------------------------------------------------
 
     def move_to_device(self, layer: int, count: int) -> None:
-        """Makes the first `count` experts of a layer resident. While nothing
-        is computed or transferred, and no gradient is kept."""
+        """Makes the first `count` experts of a layer resident. While nothing is computed or
+        transferred, and no gradient is kept."""
         try:
             self._residents.resize(layer, count)
             for position in range(self._store.residents[layer], count):
@@ -185,22 +135,21 @@ class ExpertRecords:
                 state[position].copy_(self.layout.state(memory, name))
 
     def move_to_host(self, layer: int, count: int) -> None:
-        """Keeps only the first `count` experts of a layer resident. While nothing
-        is computed or transferred, and no gradient is kept; host memory or the disk must have room
-        for the others."""
+        """Keeps only the first `count` experts of a layer resident. While nothing is computed or
+        transferred, and no gradient is kept; host memory or the disk must have room for the
+        others."""
         records = self._residents[layer]
         try:
             for position in reversed(range(count, self._store.residents[layer])):
-                entry = self._store.at(layer, position)
-                self._changes.enter_host(
-                    entry, {part: self._copier(records, position, part) for part in self._parts()}
-                )
+                parts = {Part.WEIGHTS, Part.STATES} & self._store.memory.slabs.keys()
+                fills = {part: self._copier(records, position, part) for part in sorted(parts)}
+                self._changes.enter_host(self._store.at(layer, position), fills)
         finally:
             self._residents.resize(layer, self._store.residents[layer])
 
     def swap(self, layer: int, resident: int, streamed: int) -> None:
-        """Swaps a resident expert and a streamed one. While
-        nothing is computed or transferred, and there are no optimizer states."""
+        """Swaps a resident expert and a streamed one. While nothing is computed or transferred, and
+        there are no optimizer states."""
         store, row = self._store, self._residents[layer].weights[resident]
         entries = store.at(layer, resident), store.at(layer, streamed)
         with store.lock:
@@ -213,9 +162,6 @@ class ExpertRecords:
                     _copy_pair(before, (row, host))
                 raise
 
-    def _parts(self) -> list[Part]:
-        return [part for part in (Part.WEIGHTS, Part.STATES) if part in self._store.memory.slabs]
-
     def _copier(self, records: LayerRecords, row: int, part: Part) -> Callable[[Tensor], None]:
         def copy(memory: Tensor) -> None:
             if part == Part.WEIGHTS:
@@ -227,6 +173,68 @@ class ExpertRecords:
                 self.layout.state(memory, name).copy_(state[row])
 
         return copy
+
+
+class _DeviceRecord(NamedTuple):
+    """Record of a resident expert: a row of its layer's tensors on the compute device."""
+
+    layer: LayerRecords
+    row: int
+
+    def weights(self) -> Tensor:
+        return self.layer.weights[self.row]
+
+    def fill(self, fill: Callable[[Tensor], None], buffers: threading.local | None) -> None:
+        """Lets `fill` write the weights for the first time, through a host buffer of this thread if
+        there are `buffers`."""
+        if buffers is None:
+            fill(self.weights())
+            return
+        if not hasattr(buffers, "record"):
+            buffers.record = torch.empty(self.weights().shape, dtype=self.layer.weights.dtype)
+        fill(buffers.record)
+        self.weights().copy_(buffers.record)
+
+    def write_weights(self, fill: Callable[[Tensor], None]) -> None:
+        """Lets `fill` write the weights, and clears the low bits of the old master."""
+        fill(self.weights())
+        if "low" in self.layer.states:
+            self.state("low").zero_()
+
+    def state(self, name: str) -> Tensor:
+        return self.layer.states[name][self.row]
+
+    def write_state(self, name: str, value: Tensor) -> None:
+        self.state(name).copy_(value)
+
+
+class _HostRecord(NamedTuple):
+    """Record of an expert in host memory or on disk; methods as of `_DeviceRecord`."""
+
+    store: ExpertStore
+    entry: Entry
+
+    def weights(self) -> Tensor:
+        return self.store.layout.weights(self.store.read_part(self.entry, Part.WEIGHTS))
+
+    def fill(self, fill: Callable[[Tensor], None], _: threading.local | None) -> None:
+        weights = self.store.layout.weights
+        self.store.set_part(self.entry, Part.WEIGHTS, lambda memory: fill(weights(memory)))
+
+    def write_weights(self, fill: Callable[[Tensor], None]) -> None:
+        store, layout = self.store, self.store.layout
+        store.write_part(self.entry, Part.WEIGHTS, lambda memory: fill(layout.weights(memory)))
+        if layout.dtype == torch.bfloat16 and Part.STATES in store.memory.slabs:
+            self.write_state("low", torch.zeros((), dtype=torch.int16))
+
+    def state(self, name: str) -> Tensor:
+        return self.store.layout.state(self.store.read_part(self.entry, Part.STATES), name)
+
+    def write_state(self, name: str, value: Tensor) -> None:
+        def fill(memory: Tensor) -> None:
+            self.store.layout.state(memory, name).copy_(value)
+
+        self.store.write_part(self.entry, Part.STATES, fill)
 
 
 def _copy_pair(sources: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> None:

@@ -17,7 +17,6 @@ layer waits for its backward. It is kept with clipping, or updates the experts a
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
@@ -26,15 +25,15 @@ from torch import Tensor
 
 from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import NonFiniteError, OrderError
-from overspill.core.interrupt import DeferredInterrupt
+from overspill.moe.attached_optimizer import AttachedOptimizer
 from overspill.moe.gradients import ExpertGradients
 from overspill.moe.layer_pass import LayerPass, Wave
 from overspill.moe.layer_states import AFTER_BACKWARD, LayerState, LayerStates
 from overspill.moe.pending_passes import PendingPasses
 from overspill.moe.records import ExpertRecords
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.gradient_norm import gradient_norm
 from overspill.optim.interfaces import UpdateRule
-from overspill.optim.kernel import AdamHyper
 from overspill.parallel.ranks import Ranks
 from overspill.transfer.streams import StreamEvent
 
@@ -48,7 +47,7 @@ _Result = TypeVar("_Result")
 def _exclusive(
     method: Callable[Concatenate["TrainingStep", _Args], _Result],
 ) -> Callable[Concatenate["TrainingStep", _Args], _Result]:
-    """Not while another thread runs a pass."""
+    """Make a method wait for passes of other threads."""
 
     @functools.wraps(method)
     def call(self: "TrainingStep", /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
@@ -59,7 +58,8 @@ def _exclusive(
 
 
 class TrainingStep:
-    """Follows the backward passes of a step and says what is done with the gradients."""
+    """State of a training step: it follows the passes of all layers, refuses calls in the wrong
+    order, and decides when gradients are kept and when they update experts."""
 
     def __init__(
         self,
@@ -72,83 +72,36 @@ class TrainingStep:
         """Gradients are sums over the losses of `n_ranks`, of which the model's is the mean.
         `planned` says whether there is memory for them and for optimizer states."""
         self.gradients = gradients
-        self._planned = planned
         self._records = records
         self._n_ranks = n_ranks
         self.lock = threading.RLock()  # held during a pass and during a step
-        self._rule: weakref.ref[UpdateRule] | None = None
-        self._has_memory = False  # for the states of this optimizer
+        self.optimizer = AttachedOptimizer(gradients, planned, self.lock)
         self.states = LayerStates(n_layers, gradients)
         self.passes = PendingPasses(n_layers)
-        self._steps = [0] * n_layers
         self._keeps = False  # whether this step's gradients are kept until step()
         self._completing = False  # whether the running backward completes its layer's gradient
         self._updated_with: dict[int, AdamHyper] = {}  # layers updated during backward
         self._overwritten = False  # whether weights were loaded over those updates
         self._without_rule: set[int] = set()  # layers of this step that the optimizer did not have
-        self._fresh = set(range(n_layers))  # layers whose optimizer states are all zero
         self._used: set[int] = set()  # layers whose gradients step() has used: zero_grad() is due
 
     # -- the optimizer ----------------------------------------------------------------------
 
-    @property
-    def rule(self) -> UpdateRule | None:
-        """The optimizer, while something else holds it: the step must not keep it, and with it the
-        model, alive."""
-        return None if self._rule is None else self._rule()
-
     @_exclusive
     def attach(self, rule: UpdateRule, trained: bool) -> bool:
-        """Follows `rule` from now on. An optimizer that replaces a deleted one starts from zero;
-        whether it drops gradients of an unfinished step. Only `trained` experts need memory."""
-        if self.rule is not None and self.rule is not rule:
-            raise OrderError(
-                "the model has an optimizer already; use its parameter groups, or delete it first"
-            )
-        if trained:
-            self.check_planned()
-        replaces = self._rule is not None
-        self._rule, self._has_memory = weakref.ref(rule), False
-        if trained:
-            self.allocate_states()
+        """Follow `rule` from now on. An optimizer that replaces a deleted one starts from zero;
+        return whether it drops gradients of an unfinished step. Only `trained` experts need
+        memory."""
+        replaces = self.optimizer.attach(rule, trained)
         dropped = self.states.has_gradients
         if replaces:
             self._abort()
             self.passes.forget_expected()
-            self.gradients.reset_states()
-            self._steps = [0] * len(self._steps)
-            self._fresh = set(range(len(self._steps)))
+            self.optimizer.reset_states()
         return dropped
 
-    @_exclusive
-    def allocate_states(self) -> None:
-        """Allocates memory for the optimizer, once: experts that were frozen will be trained, or
-        their states are loaded."""
-        rule = self.rule
-        assert rule is not None
-        self.check_planned()
-        if not self._has_memory:
-            with DeferredInterrupt():  # while threads are started
-                self.gradients.attach(rule.state_dtype, rule.keep_gradients)
-                self._has_memory = True
-
-    def check_planned(self) -> None:
-        """Raises if experts that are to be trained were frozen when the model was offloaded."""
-        if not self._planned:
-            raise OrderError(
-                "the experts were frozen when the model was offloaded, so no memory is planned for "
-                "their gradients and optimizer states; call requires_grad_(True) before "
-                "overspill.offload (or leave freeze_experts out of overspill.load), or freeze them "
-                "again"
-            )
-
-    @property
-    def has_states(self) -> bool:
-        """Whether there is an optimizer, and memory for its states."""
-        return self.rule is not None and self._has_memory
-
     def check_joins(self, layers: Iterable[int]) -> None:
-        """Raises if the optimizer gets one of `layers` after its backward in this step, which has
+        """Raise if the optimizer gets one of `layers` after its backward in this step, which has
         computed no weight gradients."""
         for layer in self._without_rule.intersection(layers):
             raise OrderError(
@@ -157,28 +110,11 @@ class TrainingStep:
                 "zero_grad()"
             )
 
-    def steps(self, layer: int) -> int:
-        """Updates of a layer so far, for the bias correction."""
-        return self._steps[layer]
-
-    def set_steps(self, layer: int, steps: int) -> None:
-        self._steps[layer] = steps
-        self._fresh.discard(layer)
-
-    def is_fresh(self, layer: int) -> bool:
-        """Whether the optimizer states of a layer are as before its first update."""
-        return layer in self._fresh or not self._has_memory
-
-    @property
-    def updates_at_once(self) -> bool:
-        """Whether a backward that runs now would update experts before step()."""
-        rule = self.rule if self._has_memory else None
-        return rule is not None and not rule.keep_gradients and not rule.accumulating
-
     # -- passes -----------------------------------------------------------------------------
 
     def check_backward(self, layer_pass: LayerPass) -> None:
-        """A backward needs the weights of its forward, also one without weight gradients."""
+        """Raise if the weights are not those of the forward: a backward needs them, also one
+        without weight gradients."""
         layer = layer_pass.layer
         if self.states[layer] in AFTER_BACKWARD or layer_pass not in self.passes:
             raise OrderError(
@@ -189,9 +125,10 @@ class TrainingStep:
         self.states.check_finished(layer)
 
     def begin_backward(self, layer_pass: LayerPass) -> bool:
-        """Before the first wave of a layer's backward; whether weight gradients are needed."""
+        """Begin a layer's backward, before its first wave; return whether weight gradients are
+        needed."""
         layer = layer_pass.layer
-        rule = self.rule
+        rule = self.optimizer.rule
         try:
             if rule is None:
                 raise OrderError(
@@ -211,7 +148,7 @@ class TrainingStep:
         if hyper is None:
             self._without_rule.add(layer)
             return False
-        self.allocate_states()
+        self.optimizer.allocate_states()
         self._completing = not rule.accumulating and not self.passes.of_layer(layer)
         if not self._completing and not self.states.has_gradients:
             self.gradients.expect_more()
@@ -219,54 +156,54 @@ class TrainingStep:
         self._keeps = rule.keep_gradients
         if self._completing and not self._keeps:
             self._updated_with[layer] = hyper
-            self._fresh.discard(layer)
+            self.optimizer.begin_update(layer)
         if layer_pass.sent is not None:
             self.gradients.begin_backward(layer_pass.sent.shared)
         return True
 
     def deliver(self, layer_pass: LayerPass, wave: Wave, dw: Sequence[Tensor]) -> None:
-        """Takes the gradients of a wave."""
+        """Take the gradients of a wave."""
         layer = layer_pass.layer
         assert self.states[layer] is LayerState.RUNNING
         with self._forgotten_if_not_finite():
-            hyper = self._updated_with.get(layer)
-            self.gradients.add(layer, wave, dw, hyper, more=not self._completing)
+            self.gradients.add(
+                layer, wave, dw, self._updated_with.get(layer), more=not self._completing
+            )
 
     def place(self, layer_pass: LayerPass) -> dict[int, WeightGradient]:
-        """Where the CPU leaves the weight gradients of its experts of a pass, by position."""
+        """Return the memory where the CPU leaves the weight gradients of its experts of a pass, by
+        position."""
         layer, counts = layer_pass.layer, layer_pass.rows.counts
         assert self.states[layer] is LayerState.RUNNING
         assert counts is not None
         rows = {position: counts[position] for position in sorted(layer_pass.on_cpu)}
         updates = layer in self._updated_with
-        return self.gradients.place(layer, rows, updates, more=not self._completing)
+        return self.gradients.streamed.place(layer, rows, updates, more=not self._completing)
 
     def deliver_formed(self, layer_pass: LayerPass, end: StreamEvent) -> None:
-        """Takes those gradients, which are complete at `end`."""
+        """Take the gradients that the CPU has left, which are complete at `end`."""
         layer = layer_pass.layer
         assert self.states[layer] is LayerState.RUNNING
-        self.gradients.add_formed(end, self._updated_with.get(layer))
+        self.gradients.streamed.add_formed(end, self._updated_with.get(layer))
 
     def end_backward(self, layer_pass: LayerPass) -> None:
-        """After the last wave of a layer's backward."""
+        """End a layer's backward, after its last wave."""
         layer = layer_pass.layer
         if self.states[layer] is not LayerState.RUNNING:
             return
+        hyper = self._updated_with.get(layer)
         if layer_pass.sent is not None:
-            self.gradients.collect(layer, self._updated_with.get(layer))
-        if self._completing:
-            self._complete(layer, layer_pass.rows.counts, self._updated_with.get(layer))
-        else:
+            self.gradients.collect(layer, hyper)
+        if not self._completing:
             self.states[layer] = LayerState.PARTIAL
-
-    def _complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
+            return
         with self._forgotten_if_not_finite():
-            self.gradients.complete_layer(layer, counts, hyper)
+            self.gradients.complete(layer, layer_pass.rows.counts, hyper)
         self.states[layer] = LayerState.COMPLETE if hyper is None else LayerState.UPDATED
 
     @contextmanager
     def _forgotten_if_not_finite(self) -> Iterator[None]:
-        """After NonFiniteError nothing was updated: the step starts over."""
+        """After NonFiniteError the gradients are discarded: the step starts over."""
         try:
             yield
         except NonFiniteError:
@@ -277,46 +214,49 @@ class TrainingStep:
 
     @_exclusive
     def prepare_step(self) -> None:
-        """Before ranks meet in a step. Owners may update experts then of which no backward of this
-        step has told them that it is over: a forward without gradients may still read them."""
+        """Wait for readers of weights before ranks meet in a step. Owners may update experts then
+        of which no backward of this step has ended here: a forward without gradients may still read
+        them."""
         if LayerState.PARTIAL in self.states:
             self.gradients.wait_readers()
 
     @_exclusive
     def step(self) -> None:
-        """Ends a step: kept gradients update the experts."""
-        rule = self.rule
+        """End a step: kept gradients update the experts."""
+        rule = self.optimizer.rule
         assert rule is not None
         self.states.check_all_finished()
         self._check_unchanged(rule)
         self._records.mark_changed()
         self.passes.forget()
         states = self.states.with_gradients()
-        self._fresh.difference_update(states)
         kept: dict[int, AdamHyper] = {}
         for layer in states:
+            self.optimizer.begin_update(layer)
             self.states[layer] = LayerState.STEPPING
         with self._forgotten_if_not_finite():
             for layer, state in states.items():
                 hyper = rule.hyper(layer)
                 if state is LayerState.PARTIAL:
                     # a graph was freed, or every backward ran under accumulate()
-                    self.gradients.complete_layer(layer, None, None if self._keeps else hyper)
+                    self.gradients.complete(layer, None, None if self._keeps else hyper)
                 if hyper is not None and (self._keeps or state is LayerState.COMPLETE):
                     kept[layer] = hyper
-            self.gradients.end_step(kept)
+            self.gradients.check(kept)
+            self.gradients.step(kept)
         self._forget()
         self._used.update(states)
         for layer in states:
-            self._steps[layer] += 1
+            self.optimizer.set_steps(layer, self.optimizer.steps(layer) + 1)
 
     def keep_updates(self) -> None:
-        """Continues with experts that a step has updated which was given up. The rest of the model
-        does not have that update."""
+        """Continue with experts that an unfinished step has updated. The rest of the model does not
+        have that update."""
         self.states.catch_up()
 
     def _check_unchanged(self, rule: UpdateRule) -> None:
-        """Dense parameters use the numbers at step(), experts those at backward."""
+        """Raise if the optimizer's numbers have changed: dense parameters use those at step(),
+        experts those at backward."""
         if self.states.has_gradients and self._keeps != rule.keep_gradients:
             raise OrderError(
                 "clipping (or overlap_updates) was switched between backward and step(); switch it "
@@ -337,7 +277,7 @@ class TrainingStep:
 
     @_exclusive
     def add_replicas(self, replicas: Ranks) -> None:
-        """Adds to the kept gradients those of the same experts in other nodes, which have computed
+        """Add to the kept gradients those of the same experts in other nodes, which have computed
         them for other tokens. Entered by all ranks, once in a step."""
         having = self.states.with_gradients()
         has = [layer in having for layer in range(len(self.states))]
@@ -352,13 +292,14 @@ class TrainingStep:
 
     @_exclusive
     def gradient_squares(self) -> float:
-        """Sum of squares of the gradients of all local experts in this step; waits for them."""
+        """Return the sum of squares of the gradients of all local experts in this step; waits for
+        them."""
         return self.gradients.sum_of_squares() / self._n_ranks**2
 
     def waiting_norm(self, layer: int) -> float | None:
-        """None for a layer without a gradient. The lowest of the others has the norm of all
-        gradients that are kept until step(), the rest have almost none. As in torch, there is a
-        gradient until zero_grad()."""
+        """Return the norm that a layer's placeholder shows; None for a layer without a gradient.
+        The lowest of the others has the norm of all gradients that are kept until step(), the rest
+        have almost none. As in torch, there is a gradient until zero_grad()."""
         if self.states[layer] is LayerState.EMPTY:
             return ALMOST_ZERO if layer in self._used else None
         lowest = layer == min(self.states.with_gradients())
@@ -366,25 +307,26 @@ class TrainingStep:
 
     @_exclusive
     def discard(self) -> None:
-        """Drops the gradients of this step; the experts stay as they are."""
+        """Drop the gradients of this step; the experts stay as they are."""
         self.gradients.discard()
         self._forget()
 
     def weights_loaded(self, layer: int) -> None:
-        """The weights of a layer's experts were loaded: an update of this step is lost."""
+        """Note that the weights of a layer's experts were loaded: an update of this step is
+        lost."""
         self._overwritten = self.states.has_updated
         self.states.catch_up(layer)
 
     def _abort(self) -> None:
-        """Drops this step, also if it has updated experts: then their weights must be loaded."""
+        """Drop this step, also if it has updated experts: then their weights must be loaded."""
         if self.states.has_updated and not self._overwritten:
             self.states.abort()
         self.discard()
 
     @_exclusive
     def restart(self) -> bool:
-        """Optimizer states were loaded: a step that failed, or that has updated experts, is given
-        up; whether there was one."""
+        """Abort a step that failed, or that has updated experts, because optimizer states are
+        loaded; return whether there was one."""
         started = self.states.has_begun
         if started:
             self._abort()
@@ -392,7 +334,7 @@ class TrainingStep:
 
     @_exclusive
     def zero_grad(self) -> None:
-        """Drops kept gradients that were not used."""
+        """Drop kept gradients that were not used."""
         self.states.check_droppable()
         self._without_rule.clear()
         self._used.clear()
@@ -401,7 +343,7 @@ class TrainingStep:
 
     @_exclusive
     def drop(self, layer: int) -> None:
-        """Drops the gradient of one layer, as `model.zero_grad()` does for each."""
+        """Drop the gradient of one layer, as `model.zero_grad()` does for each."""
         self._without_rule.discard(layer)
         self._used.discard(layer)
         if self.states[layer] is not LayerState.EMPTY:
@@ -416,7 +358,8 @@ class TrainingStep:
             self.states[layer] = LayerState.EMPTY
 
     def check_between_steps(self, what: str) -> None:
-        """Between backward and step() experts may be one update ahead of the dense parameters."""
+        """Raise if experts are one update ahead of the dense parameters, as between backward and
+        step()."""
         self.states.check_between_steps(what)
 
     def _forget(self) -> None:

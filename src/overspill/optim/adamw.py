@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from overspill.core.errors import ConfigError, NonFiniteError, OrderError
 from overspill.core.experts import ExpertId
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.dense import DenseUpdate, DenseUpdates, new_dense_state, new_zeros
 from overspill.optim.expert_states import (
     layer_steps,
@@ -24,7 +25,6 @@ from overspill.optim.expert_states import (
 )
 from overspill.optim.gradient_norm import gradient_norm, sum_of_squares
 from overspill.optim.interfaces import ExpertEngine
-from overspill.optim.kernel import AdamHyper
 from overspill.optim.parameters import (
     check_dense,
     check_entries,
@@ -152,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
         self._check_variants()  # here too: experts may be updated before step()
         # the gradients are sums over the losses of all ranks
         scale = self._scale if self._ranks is None else self._scale / self._ranks.size
-        return self._hyper(group, self._engine.training.steps(layer) + 1, scale)
+        return self._hyper(group, self._engine.training.optimizer.steps(layer) + 1, scale)
 
     def _hyper(self, group: dict[str, Any], step: int, scale: float) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -298,7 +298,7 @@ class AdamW(torch.optim.Optimizer):
     def allocate_expert_states(self) -> None:
         """Before they are loaded, also for frozen experts."""
         if self._engine is not None:
-            self._engine.training.allocate_states()
+            self._engine.training.optimizer.allocate_states()
 
     def read_expert_state(self, expert: ExpertId, name: str, out: Tensor) -> None:
         assert self._engine is not None
@@ -327,7 +327,7 @@ class AdamW(torch.optim.Optimizer):
         }
         for number, (parameter, _) in enumerate(self._parameters()):
             # as in torch, there are no states before the first update
-            if has_experts(parameter) and engine.training.steps(parameter.layer) > 0:
+            if has_experts(parameter) and engine.training.optimizer.steps(parameter.layer) > 0:
                 packed["state"][number] = read_layer(engine, parameter.layer)
         return packed
 
@@ -349,7 +349,7 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None and any(
             has_experts(parameter) and entry and entry["step"] for (parameter, _), entry in pairs
         ):
-            self._engine.training.check_planned()
+            self._engine.training.optimizer.check_planned()
         self._restart()
         for group, other in zip(self.param_groups, saved, strict=True):
             values = {key: value for key, value in other.items() if key != "params"}
@@ -404,7 +404,7 @@ class AdamW(torch.optim.Optimizer):
             if name == "layer_steps":
                 assert self._engine is not None
                 for layer, in_model in enumerate(self._engine.layer_map.own):
-                    self._engine.training.set_steps(layer, int(value[in_model]))
+                    self._engine.training.optimizer.set_steps(layer, int(value[in_model]))
                 continue
             number, key = name.split(".", 1)
             entries[int(number)][key] = value

@@ -9,7 +9,8 @@ from torch import Tensor
 from overspill.core.interrupt import DeferredInterrupt
 from overspill.hardware.machine import usable_cores
 from overspill.hardware.native import has_triton
-from overspill.optim.kernel import AdamHyper, RecordState, RecordUpdate, adam_scalars, adamw_
+from overspill.optim.arguments import AdamHyper, RecordState, RecordUpdate, adam_scalars
+from overspill.optim.kernel import adamw_
 from overspill.parallel.sharded import local, part_of
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def new_dense_state(
     dtype: torch.dtype,
     zeros: Callable[[Tensor, torch.dtype], Tensor] = new_zeros,
 ) -> dict[str, Any]:
-    """The state of a dense parameter, with moments of `dtype`: copies of what is given, else zeros.
-    Of a parameter that ranks divide it is that of a part; `given` is whole."""
+    """Return the state of a dense parameter, with moments of `dtype`: copies of the given tensors,
+    else zeros. For a parameter that ranks divide it is the state of this rank's part; `given` is
+    whole."""
     own = local(parameter)
     state: dict[str, Any] = {"step": int(given.get("step", 0))}
     dtypes = dict.fromkeys(MOMENTS, dtype)
@@ -56,14 +58,14 @@ class DenseUpdate(NamedTuple):
 
 
 class DenseUpdates:
-    """Updates dense parameters, those on a GPU in as few launches as possible."""
+    """Updates of dense parameters, on a GPU in as few launches as possible."""
 
     def __init__(self) -> None:
         self._tables: list[UpdateTable] = []
 
     def run(self, dense: Sequence[DenseUpdate]) -> None:
-        """Updates each parameter and its moments, and counts its step. After a failure those that
-        were not reached are not counted."""
+        """Update each parameter and its moments, and count its step. After a failure, parameters
+        that were not reached are not counted."""
         together: dict[Any, list[tuple[DenseUpdate, RecordUpdate]]] = {}
         alone: list[DenseUpdate] = []
         sharing = _sharing([local(each.parameter) for each in dense])
@@ -77,7 +79,7 @@ class DenseUpdates:
             kind = hyper, weight.device, weight.dtype, update.state.exp_avg.dtype
             together.setdefault(kind, []).append((each, update))
         for number, ((hyper, *_), found) in enumerate(together.items()):
-            with DeferredInterrupt():  # what is updated is counted
+            with DeferredInterrupt():  # every update is counted
                 self._table(number).run([update for _, update in found], adam_scalars(hyper))
                 for each, _ in found:
                     each.state["step"] += 1
@@ -94,7 +96,7 @@ class DenseUpdates:
 
 
 def _sharing(weights: Sequence[Tensor]) -> set[int]:
-    """The numbers of the weights that share memory with others."""
+    """Return the numbers of the weights that share memory with others."""
     spans = []
     for number, weight in enumerate(weights):
         if weight.is_contiguous():
@@ -114,8 +116,8 @@ def _sharing(weights: Sequence[Tensor]) -> set[int]:
 
 
 def _joined(each: DenseUpdate) -> RecordUpdate | None:
-    """The update for the kernel for many tensors, which reads 16 bytes at once and checks nothing.
-    None if that cannot take it; `_update_alone` can, with a copy where it needs one."""
+    """Return the update as the kernel for many tensors takes it, which reads 16 bytes at once and
+    checks nothing. None if it does not fit; `_update_alone` copies where it needs to."""
     weight, grad = local(each.parameter), _gradient(each.parameter)
     if not weight.is_cuda or weight.numel() == 0 or weight.numel() % ALIGNED:
         return None

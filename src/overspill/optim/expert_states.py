@@ -10,18 +10,18 @@ from overspill.optim.interfaces import ExpertEngine
 
 def state_sections(engine: ExpertEngine) -> list[tuple[str, torch.dtype]]:
     """Name and dtype of each optimizer state of an expert; frozen experts have none."""
-    if not engine.training.has_states:
+    if not engine.training.optimizer.has_states:
         return []
     return [(section.name, section.dtype) for section in engine.layout.sections]
 
 
 def layer_steps(engine: ExpertEngine) -> list[int]:
-    """How often the experts of each layer were updated."""
-    return [engine.training.steps(layer) for layer in range(engine.n_layers)]
+    """Return the number of updates of the experts of each layer."""
+    return [engine.training.optimizer.steps(layer) for layer in range(engine.n_layers)]
 
 
 def steps_of_all_layers(engine: ExpertEngine) -> list[int]:
-    """Also of layers that other ranks have; all ranks call this."""
+    """Return the number of updates of each layer, also of other ranks; all ranks call this."""
     layers = engine.layer_map
     own = dict(zip(layers.own, layer_steps(engine), strict=True))
     if not layers.is_whole:
@@ -31,8 +31,8 @@ def steps_of_all_layers(engine: ExpertEngine) -> list[int]:
 
 
 def read_layer(engine: ExpertEngine, layer: int) -> dict[str, Any]:
-    """The states of a layer's experts as stacked [E, numel] tensors, and their steps."""
-    entry: dict[str, Any] = {"step": engine.training.steps(layer)}
+    """Return the states of a layer's experts as stacked [E, numel] tensors, and their steps."""
+    entry: dict[str, Any] = {"step": engine.training.optimizer.steps(layer)}
     for name, dtype in state_sections(engine):
         stack = torch.empty(engine.n_experts, engine.layout.shape.numel, dtype=dtype)
         for index in range(engine.n_experts):
@@ -42,12 +42,12 @@ def read_layer(engine: ExpertEngine, layer: int) -> dict[str, Any]:
 
 
 def load_layer(engine: ExpertEngine, layer: int, entry: dict[str, Any]) -> None:
-    """Sets the states of a layer's experts; those that are not in `entry` become zero."""
+    """Set the states of a layer's experts; states that are not in `entry` become zero."""
     training = engine.training
-    if entry["step"] == 0 and training.is_fresh(layer):
+    if entry["step"] == 0 and training.optimizer.is_fresh(layer):
         return
-    training.allocate_states()
-    training.set_steps(layer, int(entry["step"]))
+    training.optimizer.allocate_states()
+    training.optimizer.set_steps(layer, int(entry["step"]))
     for name, _ in state_sections(engine):
         stack = entry.get(name, torch.zeros(()).expand(engine.n_experts))
         for index in engine.experts.local_ids:

@@ -15,7 +15,7 @@ from torch import Tensor
 from overspill.compute.cpu_kernel import factor_row_bytes
 from overspill.core.experts import ExpertShape
 from overspill.hardware.native import load_library
-from overspill.optim.kernel import AdamHyper, AdamScalarsStructure, RecordState, adam_scalars
+from overspill.optim.arguments import AdamHyper, AdamScalarsStructure, RecordState, adam_scalars
 
 _BEST_ISA = -1
 
@@ -51,12 +51,11 @@ def adamw_factored_(
     isa: int = _BEST_ISA,
 ) -> None:
     """`adamw_` on the CPU with the float32 gradient that `factors` give, of a whole record."""
-    library, weight = factored_library(), state.weight
-    assert library is not None
+    weight = state.weight
     assert weight.numel() == factors.shape.numel
     assert weight.dtype == factors.memory.dtype
     assert all(part is None or part.is_contiguous() for part in state)
-    library.overspill_adamw_factored(
+    _kernels().overspill_adamw_factored(
         ctypes.byref(_args(factors)),
         weight.data_ptr(),
         None if state.low is None else state.low.data_ptr(),
@@ -72,21 +71,19 @@ def adamw_factored_(
 def form_gradient(factors: Factors, into: Tensor, threads: int = 1, isa: int = _BEST_ISA) -> float:
     """Writes the gradient into `into`, other memory than that of the factors. Returns the sum of
     its squares."""
-    library = factored_library()
-    assert library is not None
     assert into.numel() == factors.shape.numel
     assert into.dtype == factors.memory.dtype
     assert into.is_contiguous()
-    args = ctypes.byref(_args(factors))
-    return float(library.overspill_form_gradient(args, into.data_ptr(), threads, isa))
+    return float(
+        _kernels().overspill_form_gradient(
+            ctypes.byref(_args(factors)), into.data_ptr(), threads, isa
+        )
+    )
 
 
 def square_of(factors: Factors, threads: int = 1, isa: int = _BEST_ISA) -> float:
     """The sum of squares of the gradient, from the products of its rows with each other."""
-    library = factored_library()
-    assert library is not None
-    args = ctypes.byref(_args(factors))
-    return float(library.overspill_gradient_square(args, threads, isa))
+    return float(_kernels().overspill_gradient_square(ctypes.byref(_args(factors)), threads, isa))
 
 
 def _args(factors: Factors) -> _FactorArgs:
@@ -98,6 +95,12 @@ def _args(factors: Factors) -> _FactorArgs:
     is_bf16 = memory.dtype == torch.bfloat16
     sizes = shape.d_model, shape.d_hidden, shape.gated, shape.bias, shape.transposed
     return _FactorArgs(memory.data_ptr(), rows, *sizes, is_bf16)
+
+
+def _kernels() -> ctypes.CDLL:
+    library = factored_library()
+    assert library is not None, "call is_available first"
+    return library
 
 
 @functools.cache

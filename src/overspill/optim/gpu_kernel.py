@@ -7,16 +7,12 @@ because the kernel works on their bits. Names match kernel.cpp; keep both files 
 # Triton functions take symbolic values that have no Python types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from overspill.compute.launch_triton import Launch
-
-if TYPE_CHECKING:
-    from overspill.optim.kernel import AdamScalars, RecordState
+from overspill.optim.arguments import AdamScalars, RecordState
 
 _BLOCK = 1024
 
@@ -171,7 +167,7 @@ def adamw_kernel(
 _launch = Launch(adamw_kernel, warps=4)
 
 
-def scalar_arguments(scalars: "AdamScalars") -> tuple[float, ...]:
+def scalar_arguments(scalars: AdamScalars) -> tuple[float, ...]:
     """As the kernels take them: a Python int of 2**31 or more would be a 64-bit argument, and
     another kernel."""
     seed = scalars.seed
@@ -179,9 +175,9 @@ def scalar_arguments(scalars: "AdamScalars") -> tuple[float, ...]:
 
 
 def adamw_cuda_(
-    state: "RecordState",
+    state: RecordState,
     grad: torch.Tensor | None,
-    scalars: "AdamScalars",
+    scalars: AdamScalars,
     start: int,
     not_finite: torch.Tensor | None,
 ) -> None:

@@ -9,7 +9,6 @@ Imported only for CUDA tensors, if Triton is installed.
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -17,10 +16,8 @@ import triton.language as tl
 
 from overspill.compute.launch_triton import Launch
 from overspill.compute.permute import to_device
+from overspill.optim.arguments import AdamScalars, RecordUpdate
 from overspill.optim.gpu_kernel import scalar_arguments, update_elements
-
-if TYPE_CHECKING:
-    from overspill.optim.kernel import AdamScalars, RecordUpdate
 
 _BLOCK = 1024
 _FIELDS: tl.constexpr = tl.constexpr(7)
@@ -36,7 +33,7 @@ class UpdateTable:
         self._addresses: list[tuple[int, ...]] = []
         self._table = self._tensor_of_block = torch.empty(0)
 
-    def run(self, updates: Sequence["RecordUpdate"], scalars: "AdamScalars") -> None:
+    def run(self, updates: Sequence[RecordUpdate], scalars: AdamScalars) -> None:
         """Queues the updates on the current stream. All tensors are on one device and have the same
         dtypes; their addresses, and their lengths, are multiples of 16."""
         state = updates[0].state
@@ -49,11 +46,11 @@ class UpdateTable:
         tensors, grid = (self._table, self._tensor_of_block), (len(self._tensor_of_block), 1)
         _launch(grid, tensors, constants, scalar_arguments(scalars))
 
-    def _copy(self, updates: Sequence["RecordUpdate"], device: torch.device) -> None:
+    def _copy(self, updates: Sequence[RecordUpdate], device: torch.device) -> None:
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         lengths = [update.grad.numel() for update in updates]
         addresses = [_addresses(update) for update in updates]
-        # what is copied belongs to a stream: another one might read it before it is there
+        # the copies belong to a stream: another one might read them before they have ended
         if stream != self._stream or lengths != self._lengths:
             self._lengths, self._addresses = [], []
             blocks = torch.tensor([triton.cdiv(length, _BLOCK) for length in lengths])
@@ -68,7 +65,7 @@ class UpdateTable:
             self._addresses = addresses
 
 
-def _addresses(update: "RecordUpdate") -> tuple[int, ...]:
+def _addresses(update: RecordUpdate) -> tuple[int, ...]:
     weight, low, *moments = update.state
     tensors = weight, weight if low is None else low, update.grad, *moments
     return tuple(tensor.data_ptr() for tensor in tensors)

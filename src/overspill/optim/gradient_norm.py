@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from overspill.core.experts import ExpertId
+from overspill.core.experts import ExpertId, ExpertShape
 
 
 def gradient_norm(dense: Sequence[Tensor], expert_squares: float) -> float:
@@ -26,6 +26,11 @@ def total_of_squares(squares: Mapping[ExpertId, float]) -> float:
     """The sum over experts, in the order of their ids: the same bits wherever each one is."""
     in_order = [squares[expert] for expert in sorted(squares)]
     return float(torch.tensor(in_order, dtype=torch.float64).sum())
+
+
+def tensors_of(records: Tensor, shape: ExpertShape) -> tuple[Tensor, ...]:
+    """Return each tensor of flat records [n, numel], as [n, length]."""
+    return torch.split(records, [math.prod(size) for size in shape.sizes], dim=1)
 
 
 def expert_squares(parts: Sequence[Tensor]) -> Tensor:

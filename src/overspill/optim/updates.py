@@ -18,10 +18,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from overspill.compute.cpu_kernel import factor_row_bytes
+from overspill.optim.arguments import AdamHyper, RecordState
 from overspill.optim.factored import Factors, adamw_factored_, form_gradient, square_of
-from overspill.optim.kernel import AdamHyper, RecordState, accumulate_, adamw_
+from overspill.optim.kernel import accumulate_, adamw_
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.remote_experts import RemoteExpert
+from overspill.tiers.slab import HostSlab
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer.downloads import GradientRing
@@ -30,7 +32,7 @@ from overspill.transfer.streams import Inject, StreamEvent
 
 
 class FactorRows(NamedTuple):
-    """Factors in the place of a gradient."""
+    """Rows of memory that have the factors of a gradient in its place."""
 
     rows: int
     first: int = 0  # of a ring buffer
@@ -39,7 +41,7 @@ class FactorRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """What to do with one expert once the copy `arrived` has ended.
+    """Task for an update thread: a change of one expert once the copy `arrived` has ended.
 
     A gradient in ring buffer `buffer` is added to the expert's kept gradient (`accumulate`) or used
     directly; with `use_kept` the kept gradient is used. With `hyper` the expert is updated, without
@@ -65,14 +67,9 @@ class Update:
     then: Callable[[], None] | None = None
 
     @property
-    def is_announcement(self) -> bool:
-        """Whether it only calls `then`: another rank waits for that."""
+    def only_publishes(self) -> bool:
+        """Whether it only calls `then`, which publishes a gradient: another rank waits for it."""
         return self.then is not None and not self.parts and self.hyper is None
-
-    @property
-    def urgency(self) -> int:
-        """The lowest comes first: what the next forward needs first."""
-        return -1 if self.is_announcement else self.entry.number
 
     @property
     def needs(self) -> Part:
@@ -83,17 +80,17 @@ class Update:
 
 
 class _Queued(NamedTuple):
-    """An update in its place among others."""
+    """Update with its place among others."""
 
-    urgency: int
+    urgency: int  # the lowest comes first, as the next forward needs experts
     order: int
     update: Update
 
     @property
     def key(self) -> int:
-        """Those with the same one are carried out in their order: the updates of an expert, while
-        announcements do not touch it."""
-        return ~self.order if self.update.is_announcement else self.update.entry.number
+        """Updates with the same key run in order: those of an expert. Publishing a gradient does
+        not touch the expert."""
+        return ~self.order if self.update.only_publishes else self.update.entry.number
 
 
 _LEARNING_RATE = 0.1  # weight of the newest measurement
@@ -101,29 +98,30 @@ _PER_CORE = 1 << 23  # parameters: a core takes about 20 ms for them
 
 
 class Updates:
-    """Updates experts in threads. `squares[number]` is the sum of squares of an expert's gradient,
+    """Threads that update experts. `squares[number]` is the sum of squares of an expert's gradient,
     written by the device with the gradient, or here where gradients are accumulated;
-    `added_squares[number]` that of a gradient that is added to a kept one."""
+    `added_squares[number]` is that of a gradient which is added to a kept one."""
 
     def __init__(
         self,
         store: ExpertStore,
         squares: Tensor,
         added_squares: Tensor,
-        ring: GradientRing,
         threads: int,
         recorder: Recorder,
         inject: Inject | None,
     ) -> None:
+        """At most `threads` cores are used. Nothing can be submitted before `start`."""
         self._store = store
-        self.ring = ring
+        no_buffers = HostSlab("gradient buffers", 0, store.layout.weight_bytes, pinned=False)
+        self.ring = GradientRing(store, no_buffers)
         self._squares = squares
         self._added_squares = added_squares
         cores = min(threads, max(1, store.layout.shape.numel // _PER_CORE))
-        count = threads // cores
-        self._threads = threads // count  # of one pass
+        self._at_once = threads // cores  # updates, each in a thread of its own
+        self._threads = threads // self._at_once  # of one pass
         self.seconds = 0.0
-        """How long all threads take for one update, as measured; 0 before the first one."""
+        """Measured time of one update by all threads; 0 before the first one."""
         self._recorder = recorder
         self._inject = inject
         self._submitted: deque[Update] = deque()
@@ -131,20 +129,30 @@ class Updates:
         self._of_ranks: list[_Queued] = []  # wait for gradients of other ranks, in any order
         self._waiting: list[_Queued] = []  # arrived, but parts of the expert are still on disk
         self._ready: list[_Queued] = []
-        # by key, those that have not ended
+        # orders of updates that have not ended, by key
         self._pending: dict[int, deque[int]] = {}
         self._watched = False  # whether a thread waits for the first of `_arriving`
         self._polled = False  # whether a thread looks for gradients of other ranks
         self._order = itertools.count()
         self._closed = False
+        self._workers: list[threading.Thread] = []
+        self.is_started = False
+
+    def start(self, ring: GradientRing) -> None:
+        """Starts the threads, once. Gradients that updates use directly are in `ring`."""
+        assert not self.is_started
+        self.ring = ring
         self._workers = [
             threading.Thread(target=self._run, name="overspill-updates", daemon=True)
-            for _ in range(count)
+            for _ in range(self._at_once)
         ]
         for worker in self._workers:
             worker.start()
+        self.is_started = True
 
     def submit(self, update: Update) -> None:
+        """Queues an update, whose expert keeps its host slot until then."""
+        assert self.is_started, "no optimizer is attached"
         with self._store.lock:
             self._store.hold(update.entry)
             self._submitted.append(update)  # the rest is done by threads that Ctrl-C does not reach
@@ -152,19 +160,19 @@ class Updates:
                 self._store.wake_update()
 
     def waiting(self) -> Iterable[tuple[Entry, Part]]:
-        """Under the lock: experts whose update waits for parts on disk. Those with a host slot come
-        first, because it cannot be reused before their update; then lowest layer first."""
+        """Return experts whose update waits for parts on disk, under the lock. Experts with a host
+        slot come first, because it cannot be reused before their update; then the lowest layer."""
         updates = [queued.update for queued in self._waiting]
         updates.sort(key=lambda u: (u.entry.host_slot is None, u.entry.number))
         return [(update.entry, update.needs) for update in updates]
 
     def idle(self) -> bool:
-        """Under the lock: whether every submitted update was carried out."""
+        """Whether every submitted update was carried out; under the lock."""
         return not (self._submitted or self._pending)
 
     @property
     def pending(self) -> int:
-        """Under the lock: how many were submitted and have not ended, by expert."""
+        """Number of experts with updates that have not ended; under the lock."""
         return len(self._submitted) + len(self._pending)
 
     def wait_idle(self) -> None:
@@ -182,7 +190,8 @@ class Updates:
     def _queue(self) -> None:
         while self._submitted:
             update = self._submitted[0]
-            queued = _Queued(update.urgency, next(self._order), update)
+            urgency = -1 if update.only_publishes else update.entry.number
+            queued = _Queued(urgency, next(self._order), update)
             self._pending.setdefault(queued.key, deque()).append(queued.order)
             (self._of_ranks if update.parts else self._arriving).append(queued)
             self._submitted.popleft()
@@ -266,7 +275,7 @@ class Updates:
                 self._watched = False
 
     def _carry_out(self, update: Update) -> None:
-        if not update.is_announcement:
+        if not update.only_publishes:
             self._update(update)
         if update.buffer is not None:
             self.ring.give(update.buffer)
@@ -279,33 +288,33 @@ class Updates:
             self._inject("optimizer")
         label = f"expert {entry.id.layer}.{entry.id.index}"
         with self._recorder.span("optimizer", label, layout.weight_bytes):
-            kept = arrived = None
+            gradients = []  # to be added up: the kept one, then the one that has arrived
             if update.accumulate or update.use_kept:
-                kept = layout.weights(self._store.host(entry, Part.GRADS))
+                gradients.append(layout.weights(self._store.host(entry, Part.GRADS)))
             if update.buffer is not None:
-                arrived = layout.weights(self.ring.buffers[update.buffer])
-            if update.factors is not None and not update.accumulate:
-                memory = arrived if kept is None else kept
-                assert memory is not None
-                self._use_factors(entry, memory, update.factors, update.hyper)
-                return
-            if update.factors is not None and kept is not None:
-                self._form(entry, kept, update.factors)
+                gradients.append(layout.weights(self.ring.buffers[update.buffer]))
+            if update.factors is not None:
+                if not update.accumulate:
+                    self._use_factors(entry, gradients[0], update.factors, update.hyper)
+                    return
+                self._form(entry, gradients[0], update.factors)
             if update.parts:
-                kept, arrived = self._add_parts(update, kept)
+                gradients = self._add_parts(update, gradients)
             if update.hyper is not None:
                 began = time.perf_counter()
-                self._adam(entry, kept, arrived, update.hyper)
-                self._note(time.perf_counter() - began)
-            elif kept is not None and arrived is not None:
-                total = accumulate_(kept, arrived, self._threads)
+                self._adam(entry, gradients, update.hyper)
+                share = (time.perf_counter() - began) / self._at_once
+                before = self.seconds or share
+                self.seconds = before + _LEARNING_RATE * (share - before)
+            elif len(gradients) == 2:
+                total = accumulate_(gradients[0], gradients[1], self._threads)
                 self._squares[entry.number] = total
 
     def _use_factors(
         self, entry: Entry, memory: Tensor, place: FactorRows, hyper: AdamHyper | None
     ) -> None:
-        """Not measured: the products are no part of an update, and the cost model of CPU experts
-        counts them."""
+        """Update by factors, or compute the square of their gradient. The time is not noted: the
+        cost model of CPU experts counts the products of factors itself."""
         factors, number = self._factors(memory, place), entry.number
         if not place.is_measured:
             self._squares[number] = square_of(factors, self._threads)
@@ -313,7 +322,7 @@ class Updates:
             adamw_factored_(self._record(entry), factors, hyper, self._threads)
 
     def _form(self, entry: Entry, kept: Tensor, place: FactorRows) -> None:
-        """Kept factors become the gradient."""
+        """Replace kept factors by the gradient."""
         copied = self._factors(kept, place)
         copied = copied._replace(memory=copied.memory.clone())
         self._squares[entry.number] = form_gradient(copied, kept, self._threads)
@@ -324,19 +333,14 @@ class Updates:
         used = memory[place.first * size : (place.first + place.rows) * size]
         return Factors(used, place.rows, shape)
 
-    def _note(self, seconds: float) -> None:
-        share = seconds / len(self._workers)  # they carry out as many at a time
-        before = self.seconds or share
-        self.seconds = before + _LEARNING_RATE * (share - before)
-
-    def _add_parts(self, update: Update, kept: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Adds the parts of a gradient but the last to the kept one, or to the first. What remains
-        is added by the caller."""
+    def _add_parts(self, update: Update, kept: list[Tensor]) -> list[Tensor]:
+        """Add all parts of a gradient but the last to the kept one, or to the first. Return that
+        sum, and the last part if the caller has to add it."""
         number, rest = update.entry.number, list(update.parts)
         finite = all(math.isfinite(part.square.item()) for part in rest)
-        if kept is not None:
+        if kept:
             self._added_squares[number] = 0.0 if finite else math.nan
-            into = kept
+            (into,) = kept
         else:
             first = rest.pop(0)
             into = first.gradient
@@ -347,13 +351,11 @@ class Updates:
                 into.copy_(first.gradient)
         for part in rest[:-1]:
             accumulate_(into, part.gradient, self._threads)
-        return into, rest[-1].gradient if rest else None
+        return [into, *(part.gradient for part in rest[-1:])]
 
-    def _adam(
-        self, entry: Entry, kept: Tensor | None, arrived: Tensor | None, hyper: AdamHyper
-    ) -> None:
+    def _adam(self, entry: Entry, gradients: list[Tensor], hyper: AdamHyper) -> None:
+        """Update an expert with the sum of at most two gradients."""
         number = entry.number
-        gradients = [gradient for gradient in (kept, arrived) if gradient is not None]
         if len(gradients) == 2 and not math.isfinite(self._added_squares[number].item()):
             self._squares[number] = math.nan
         if gradients and not math.isfinite(self._squares[number].item()):

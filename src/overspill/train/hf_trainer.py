@@ -153,7 +153,9 @@ class TrainerAdamW(AdamW):
         packed[EXPERTS_ELSEWHERE] = {
             "folder": str(folder),
             "id": self._write_experts(engine, folder),
-            "layer_steps": [engine.training.steps(layer) for layer in range(engine.n_layers)],
+            "layer_steps": [
+                engine.training.optimizer.steps(layer) for layer in range(engine.n_layers)
+            ],
         }
         return packed
 
@@ -202,7 +204,7 @@ class TrainerAdamW(AdamW):
             with StreamReader(self._find(where)) as reader:
                 read_expert_states(reader, engine, self)
             for layer, steps in enumerate(where["layer_steps"]):
-                engine.training.set_steps(layer, steps)
+                engine.training.optimizer.set_steps(layer, steps)
 
     def _find(self, where: dict[str, Any]) -> Path:
         """The file where it was written, or in the output folder if the run was moved."""

@@ -101,12 +101,12 @@ class Outboxes:
             if self._owners[expert] == self._shared.rank:
                 yield expert, parts
 
-    def announce(self, part: GradientPart) -> None:
-        """The gradient is in the outbox of this rank."""
+    def publish(self, part: GradientPart) -> None:
+        """Tell the owner that a gradient is in the outbox of this rank."""
         self._shared.own.sent[part.slot] = part.number
 
     def arrival(self, parts: Sequence[GradientPart]) -> StreamEvent:
-        """When all of them have been announced."""
+        """When all of them have been published."""
         return StreamEvent(_Arrival(self, parts))
 
     def take(self, parts: Sequence[GradientPart]) -> None:
@@ -129,7 +129,7 @@ class Outboxes:
         return False
 
     def wait_arrived(self, parts: Sequence[GradientPart]) -> None:
-        """Blocks until all of them have been announced."""
+        """Blocks until all of them have been published."""
         self._wait(lambda: self.have_arrived(parts), "gradients of other ranks")
 
     def _wait_taken(self, sent: Sequence[tuple[int, int, int]]) -> None:
@@ -154,7 +154,7 @@ class Outboxes:
             time.sleep(_POLL_SECONDS)
 
     def check_conserved(self) -> None:
-        """When this rank is idle: it has announced all of its gradients."""
+        """When this rank is idle: it has published all of its gradients."""
         for _, slot, number in (sent for half in self._sent for sent in half):
             assert self._shared.own.sent[slot] == number, "a gradient was not sent"
 

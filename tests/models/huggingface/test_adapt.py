@@ -170,7 +170,7 @@ def test_lora_leaves_the_experts_alone(tmp_path: Path) -> None:
             losses.append(float(loss))
         assert losses[-1] < losses[0]
         training = twin.overspill.training
-        assert all(training.steps(n) == 0 for n in range(twin.overspill.n_layers))
+        assert all(training.optimizer.steps(n) == 0 for n in range(twin.overspill.n_layers))
         for name, value in plain.state_dict().items():
             if ".experts." in name:
                 mine = {

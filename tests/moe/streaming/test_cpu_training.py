@@ -197,7 +197,7 @@ def test_forwards_know_what_the_cores_owe_to_the_optimizer(tmp_path: Path) -> No
         loss_of(model, task.tokens).backward()
         gate.clear()
         optimizer.step()
-        each = streaming.gradients.update_seconds
+        each = streaming.gradients.copies.updates.seconds
         with streaming._store.lock:
             seconds = [streaming.seconds(layer, Phase.FORWARD, False) / each for layer in range(3)]
         gate.set()

@@ -1,5 +1,5 @@
-"""Gradients and updates of resident experts: each tensor of a wave's gradient
-is one launch, and backward never waits for the device."""
+"""Gradients and updates of resident experts: each tensor of a wave's gradient is one launch, and
+backward never waits for the device."""
 
 import itertools
 import math
@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
+from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.layer_pass import Wave
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.residents.memory import LayerRecords, Residents
-from overspill.optim.gradient_norm import expert_squares
-from overspill.optim.kernel import AdamHyper, adamw_
+from overspill.optim.arguments import AdamHyper
+from overspill.optim.gradient_norm import expert_squares, tensors_of
+from overspill.optim.kernel import adamw_
 from overspill.transfer.streams import record_event
 
 
-class ResidentGradients:
-    """One of the two parts of `ExpertGradients`; its methods are explained there. Experts are known
-    by their numbers, `layer * n_local + position`.
+class ResidentGradients(GradientSink):
+    """Sink of the gradients of resident experts, which are updated on the compute device.
 
     A NaN loss makes the first gradients of a step NaN. They are checked before the first update, on
     the device: a number there (`not_finite` of `adamw_`) guards all updates of the step, and step()
@@ -50,14 +51,13 @@ class ResidentGradients:
     def _number(self, layer: int, position: int) -> int:
         return layer * self._n_local + position
 
-    def attach(self, state_dtype: torch.dtype, keep: bool) -> None:
-        self._residents.allocate_states(state_dtype)
+    def allocate(self, keep: bool) -> None:
         if keep:
             for layer in range(len(self._residents)):
                 self._grads(layer)
 
     def _on_device(self, layer: int) -> int:
-        """How many experts of a layer keep their gradients on the device: the first ones."""
+        """Return how many experts of a layer, its first ones, keep gradients on the device."""
         count = self._residents.counts[layer]
         return count if self._host() is None else min(count, self.on_device[layer])
 
@@ -65,7 +65,7 @@ class ResidentGradients:
         return self._residents.grads(layer, self._on_device(layer))
 
     def keep_on_device(self, counts: Sequence[int]) -> None:
-        """Between steps: sets `on_device`."""
+        """Set `on_device`, between steps."""
         if list(counts) != self.on_device:
             self._residents.release_grads()
             self.on_device = list(counts)
@@ -75,7 +75,7 @@ class ResidentGradients:
             host.allocate_buffer()
 
     def residents_changed(self) -> None:
-        """Which gradients stay on the device has to be decided anew; until then none do."""
+        """Keep no gradient on the device until `keep_on_device` is called again."""
         if any(self.on_device):
             self._residents.release_grads()
             self.on_device = [0] * len(self._residents)
@@ -85,7 +85,14 @@ class ResidentGradients:
             for state in self._residents[layer].states.values():
                 state.zero_()
 
-    def add(self, layer: int, wave: Wave, dw: Sequence[Tensor], hyper: AdamHyper | None) -> None:
+    def add(
+        self,
+        layer: int,
+        wave: Wave,
+        dw: Sequence[Tensor],
+        hyper: AdamHyper | None,
+        more: bool = False,
+    ) -> None:
         numbers = range(self._number(layer, wave.first), self._number(layer, wave.stop))
         dw = [part.flatten(1).to(self._residents.layout.dtype) for part in dw]
         if hyper is None or not self._kept.isdisjoint(numbers):
@@ -93,17 +100,14 @@ class ResidentGradients:
             self._kept.update(numbers)
             return
         if not self._updated:
-            self._note(expert_squares(dw))
+            # before the first update of a step; does not wait for the device
+            self._not_finite.logical_or_(~torch.isfinite(expert_squares(dw)).all())
         self._updated.update(numbers)  # first: an interrupt may come during the update
         if self._residents.device.type == "cpu":
             dw = [torch.cat(dw, dim=1)]  # whole records, for the bits of the update threads
         records = self._residents[layer]
         for start, part in zip(self._residents.layout.shape.starts, dw, strict=False):
             self._update(records, slice(wave.first, wave.stop), part, hyper, start)
-
-    def _note(self, squares: Tensor) -> None:
-        """Before the first update of a step; does not wait for the device."""
-        self._not_finite.logical_or_(~torch.isfinite(squares).all())
 
     def _keep(self, layer: int, first: int, dw: Sequence[Tensor]) -> None:
         self._squares = None
@@ -123,9 +127,13 @@ class ResidentGradients:
             of_wave = slice(in_host.start - first, in_host.stop - first)
             self._keep_in_host(layer, in_host, [part[of_wave] for part in dw])
 
-    def _keep_in_host(self, layer: int, positions: range, dw: Sequence[Tensor]) -> None:
+    def _used_host(self) -> HostGradients:
         host = self._host()
-        assert host is not None
+        assert host is not None, "all kept gradients are on the device"
+        return host
+
+    def _keep_in_host(self, layer: int, positions: range, dw: Sequence[Tensor]) -> None:
+        host = self._used_host()
         numbers = range(self._number(layer, positions.start), self._number(layer, positions.stop))
         for offset, number in enumerate(numbers):
             if number in host:  # a layer that was used twice
@@ -149,21 +157,19 @@ class ResidentGradients:
             grad = self._grads(layer)[position]
             change(grad if is_kept else grad.zero_())
             return
-        host = self._host()
-        assert host is not None
-        layout = self._residents.layout
+        host, layout = self._used_host(), self._residents.layout
         zeros = torch.zeros(layout.shape.numel, dtype=layout.dtype, device=self._residents.device)
         grad = host.get(number) if is_kept else zeros
         change(grad)
         host.discard((number,))
-        sizes = [math.prod(size) for size in layout.shape.sizes]
-        self._keep_in_host(layer, range(position, position + 1), grad[None].split(sizes, dim=1))
+        parts = tensors_of(grad[None], layout.shape)
+        self._keep_in_host(layer, range(position, position + 1), parts)
 
-    def complete_layer(self, layer: int, hyper: AdamHyper | None) -> None:
+    def complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         if hyper is not None:
             if not self._updated:
                 for _, squares in self._kept_squares():
-                    self._note(squares)
+                    self._not_finite.logical_or_(~torch.isfinite(squares).all())
             self._update_layer(layer, hyper)
 
     def _update_layer(self, layer: int, hyper: AdamHyper) -> None:
@@ -174,14 +180,14 @@ class ResidentGradients:
             if self._number(layer, position) not in self._updated
         ]
         self._updated.update(self._number(layer, position) for position in positions)
-        host = self._host()
-        in_host = [p for p in positions if host is not None and self._number(layer, p) in host]
+        in_host = [p for p in positions if self._number(layer, p) in self._host_squares]
         positions = [position for position in positions if position not in in_host]
         for has_kept, experts in _runs(positions, lambda p: self._number(layer, p) in self._kept):
             kept = self._grads(layer)[experts] if has_kept else None
             self._update(self._residents[layer], experts, kept, hyper)
-        if host is None or not in_host:
+        if not in_host:
             return
+        host = self._used_host()
 
         def update(position: int, read: Callable[[], Tensor], records: LayerRecords) -> None:
             self._update(records, slice(position, position + 1), read()[None], hyper)
@@ -209,7 +215,6 @@ class ResidentGradients:
         return bool(self._updated)
 
     def squares(self) -> dict[int, float]:
-        """Sum of squares of each kept gradient; waits for the device."""
         if self._squares is None:
             found = list(self._kept_squares())
             numbers = itertools.chain.from_iterable(numbers for numbers, _ in found)
@@ -219,8 +224,7 @@ class ResidentGradients:
 
     def _kept_squares(self) -> Iterator[tuple[range, Tensor]]:
         """Numbers of experts and the sums of squares of their kept gradients, on the device."""
-        # tensor by tensor, as streamed gradients: the norm has the same bits for all residents
-        sizes = [math.prod(size) for size in self._residents.layout.shape.sizes]
+        # tensor by tensor, as streamed gradients: the norm has the same bits wherever experts are
         for layer, count in enumerate(self._residents.counts):
             first = self._number(layer, 0)
             in_host = self._host_squares
@@ -228,16 +232,15 @@ class ResidentGradients:
             for _, experts in _runs(kept, lambda _: True):
                 grads = self._grads(layer)[experts]
                 numbers = range(first + experts.start, first + experts.stop)
-                yield numbers, expert_squares(grads.split(sizes, dim=1))
+                yield numbers, expert_squares(tensors_of(grads, self._residents.layout.shape))
         for number, square in self._host_squares.items():
             yield range(number, number + 1), square[None]
 
-    def check_finite(self, kept: Mapping[int, AdamHyper]) -> None:
-        """Before `end_step`: raises if a kept gradient is not finite; waits for the device."""
+    def check(self, kept: Mapping[int, AdamHyper]) -> None:
         if kept and not all(map(math.isfinite, self.squares().values())):
             raise self._error()
 
-    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
+    def step(self, kept: Mapping[int, AdamHyper]) -> None:
         # waits for the device, before more updates are queued
         finite = not self._updated or not self._not_finite.item()
         for layer, hyper in kept.items():

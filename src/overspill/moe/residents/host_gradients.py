@@ -13,10 +13,13 @@ from overspill.transfer.streams import Inject, StreamEvent, wait_event
 
 
 class HostGradients:
-    """With clipping, gradients wait for the global norm. Those of resident experts can wait in the
-    host slots that the experts have left: they are copied during backward, when the link and host
-    memory have little else to do, and read for the update while the CPU updates others. The memory
-    on the device is worth more for further residents."""
+    """Rows of host memory with the gradients of resident experts that wait for the global norm.
+
+    The rows are host slots that the experts have left. Gradients are copied there during backward,
+    when the link and host memory have little else to do, and read for the update while the CPU
+    updates others. The memory on the device is worth more for further residents. Unlike the sums of
+    `DeviceGradients` they are complete: nothing is added here, and each has the event of its copy.
+    """
 
     def __init__(
         self,
@@ -26,24 +29,25 @@ class HostGradients:
         downloads: Downloads,
         inject: Inject | None,
     ) -> None:
-        """`unused` gives the memory of host slots that no expert has."""
+        """`unused` returns the memory of host slots that no expert has."""
         self.inject = inject
         self._layout = layout
         self._device = device
         self._unused = unused
         self._downloads = downloads
         self._free: list[Tensor] | None = None
-        self._rows: dict[
-            int, Tensor
-        ] = {}  # of each expert that had one since residents were changed
-        self._arrived: dict[int, StreamEvent] = {}  # of the gradients that are kept now
-        self._buffer: Tensor | None = None
+        # the row of each expert that had one since residents were changed, and the events of copies
+        # of gradients that are kept now
+        self._rows: dict[int, Tensor] = {}
+        self._arrived: dict[int, StreamEvent] = {}
+        self.buffer = torch.empty(0, dtype=layout.dtype, device=device)
+        """Memory on the device that readers copy gradients to."""
 
     def __contains__(self, number: int) -> bool:
         return number in self._arrived
 
     def keep(self, number: int, gradient: Sequence[Tensor], made: StreamEvent) -> None:
-        """Keeps the gradient of an expert, which is complete on the device at `made`."""
+        """Keep the gradient of an expert, which is complete on the device at `made`."""
         starts = self._layout.shape.starts
         row = self._row(number)
         pairs = [
@@ -60,25 +64,21 @@ class HostGradients:
         return self._rows[number]
 
     def get(self, number: int) -> Tensor:
-        """A copy on the device of a flat gradient."""
+        """Return a copy on the device of a flat gradient."""
         into = torch.empty_like(self._rows[number], device=self._device)
         return self._copy(self._rows[number], self._arrived[number], into)
 
     def reader(self, number: int) -> Callable[[], Tensor]:
-        """Copies it into memory that the next reader overwrites, also after `discard`."""
+        """Return a function that copies a gradient into memory of the device, which the next reader
+        overwrites. It may be called after `discard`."""
         args = self._rows[number], self._arrived[number], self.allocate_buffer()
         return partial(self._copy, *args)
 
     def allocate_buffer(self) -> Tensor:
-        """The memory of readers; between steps, when memory is not short."""
-        if self._buffer is None:
-            size, dtype = self._layout.shape.numel, self._layout.dtype
-            self._buffer = torch.empty(size, dtype=dtype, device=self._device)
-        return self._buffer
-
-    @property
-    def device_bytes(self) -> int:
-        return 0 if self._buffer is None else self._buffer.nbytes
+        """Return `buffer`, allocated once: between steps, when memory is not short."""
+        if not len(self.buffer):
+            self.buffer = self.buffer.new_empty(self._layout.shape.numel)
+        return self.buffer
 
     def _copy(self, row: Tensor, arrived: StreamEvent, into: Tensor) -> Tensor:
         wait_event(self._device, arrived)
@@ -93,13 +93,13 @@ class HostGradients:
             del self._arrived[number]
 
     def reset(self) -> None:
-        """Between steps: other host slots are unused now."""
+        """Forget the rows, between steps: other host slots are unused now."""
         assert not self._arrived
         self._free = None
         self._rows.clear()
 
     def close(self) -> None:
-        """Refers to no memory any more: that of host slots is freed with its last view."""
+        """Drop all references to memory: that of host slots is freed with its last view."""
         self._arrived.clear()
         self.reset()
-        self._buffer = None
+        self.buffer = self.buffer.new_empty(0)

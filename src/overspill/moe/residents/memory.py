@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from overspill.optim.kernel import RecordState
+from overspill.optim.arguments import RecordState
 from overspill.tiers.layout import RecordLayout
 from overspill.transfer.streams import Inject, StreamEvent, record_event, wait_event
 

@@ -10,8 +10,9 @@ from overspill.tiers.layout import RecordLayout
 
 
 class DeviceGradients:
-    """Sums of gradients, one row of device memory each. What is added here is downloaded once per
-    step, not once per micro-batch, and the CPU adds nothing."""
+    """Rows of device memory with sums of gradients that are not complete. A sum is downloaded once
+    per step, not a gradient per micro-batch, and the CPU adds nothing. Rows are added to and read
+    on the compute stream alone, so that they need no events."""
 
     def __init__(self, layout: RecordLayout, device: torch.device) -> None:
         self._layout = layout
@@ -25,7 +26,7 @@ class DeviceGradients:
         self._held: dict[int, int] = {}  # the row of an expert, by its number
 
     def resize(self, count: int) -> None:
-        """Gives room to `count` experts. Between steps."""
+        """Give room to `count` experts, between steps."""
         assert not self._held
         if count != len(self):
             self._resize(0)  # first: not both at once
@@ -42,28 +43,25 @@ class DeviceGradients:
         return self._rows.nbytes
 
     def add(self, number: int, gradient: Sequence[Tensor]) -> bool:
-        """Adds to the expert's sum. False if there is no room for it."""
-        row = self._held.get(number)
-        if row is None and not self._free:
+        """Add to the expert's sum. Return False if there is no room for it."""
+        is_new = number not in self._held
+        if is_new and not self._free:
             return False
-        if row is None:
-            row = self._held[number] = self._free.pop()
-            for into, part in zip(self._parts(row, gradient), gradient, strict=True):
-                into.copy_(part)
-        else:
-            for into, part in zip(self._parts(row, gradient), gradient, strict=True):
-                into.add_(part)
+        row = self._held[number] = self._free.pop() if is_new else self._held[number]
+        put = Tensor.copy_ if is_new else Tensor.add_
+        for into, part in zip(self._parts(row, gradient), gradient, strict=True):
+            put(into, part)
         return True
 
     def add_to(self, number: int, gradient: Sequence[Tensor]) -> None:
-        """Adds the expert's sum to `gradient`, in place; its row is free then."""
+        """Add the expert's sum to `gradient`, in place; its row is free then."""
         row = self._held.pop(number)
         for part, held in zip(gradient, self._parts(row, gradient), strict=True):
             part.add_(held)
         self._free.append(row)
 
     def take(self, number: int) -> list[Tensor]:
-        """A copy of the expert's sum; its row is free then."""
+        """Return a copy of the expert's sum; its row is free then."""
         row = self._held.pop(number)
         record = self._rows[row].clone()
         self._free.append(row)
@@ -74,7 +72,7 @@ class DeviceGradients:
         ]
 
     def numbers(self, among: Collection[int]) -> list[int]:
-        """The experts in `among` that have a sum here."""
+        """Return the experts in `among` that have a sum here."""
         return sorted(number for number in self._held if number in among)
 
     def _parts(self, row: int, like: Sequence[Tensor]) -> list[Tensor]:
@@ -89,7 +87,7 @@ class DeviceGradients:
             self._free.append(self._held.pop(number))
 
     def close(self) -> None:
-        """Releases the memory."""
+        """Release the memory."""
         self._resize(0)
 
     def check_conserved(self) -> None:

@@ -1,4 +1,4 @@
-"""Weight gradients that the CPU makes, beside those that the device sends."""
+"""Weight gradients of experts that the CPU computes."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
@@ -21,20 +21,22 @@ other, for the norm, would take as long as the gradient."""
 
 
 def max_factors(layout: RecordLayout) -> int:
-    """Token rows of an expert up to which factors are left in place of the gradient."""
+    """Return the most token rows of an expert with which factors are left in place of the gradient.
+    0 without the kernel that uses them."""
     is_possible = layout.format is None and factored.is_available()
     return int(_MOST * rows_of_record(layout)) if is_possible else 0
 
 
 def rows_of_record(layout: RecordLayout) -> int:
-    """How many rows of factors fit the memory of a gradient."""
+    """Return how many rows of factors fit the memory of a gradient."""
     return (
         layout.shape.numel * layout.dtype.itemsize // factor_row_bytes(layout.shape, layout.dtype)
     )
 
 
 class _Placed(NamedTuple):
-    """The gradient of an expert in the running backward: in a ring buffer, or in its host slot."""
+    """Place of the gradient of an expert in the running backward: a ring buffer, or its host
+    slot."""
 
     entry: Entry
     buffer: int | None
@@ -42,9 +44,10 @@ class _Placed(NamedTuple):
 
 
 class FormedGradients:
-    """A part of `StreamingGradients`. With few token rows the CPU leaves the factors of a gradient:
-    the update forms it. They are in the expert's memory for kept gradients, where those of further
-    micro-batches follow, or several experts share a ring buffer."""
+    """Weight gradients of CPU experts, a part of `StreamingGradients`. With few token rows the CPU
+    leaves the factors of a gradient, and the update forms it. Factors are in the expert's memory
+    for kept gradients, where those of further micro-batches follow, or several experts share a ring
+    buffer."""
 
     def __init__(
         self,
@@ -64,31 +67,30 @@ class FormedGradients:
         self._placed: list[_Placed] = []
         self._buffer: int | None = None  # of the ring, with `_used` rows
         self._used = 0
-        self._end = COMPLETED  # when the last ones are complete
-
-    @property
-    def _has_slots(self) -> bool:
-        """Whether the gradient of each expert has memory of its own."""
-        return Part.GRADS in self._store.memory.slabs
+        self.end = COMPLETED
+        """When the last gradients of the CPU are complete."""
 
     def limits(self, updates: bool) -> RowLimits | None:
-        """Token rows of one expert and of a backward; None: any. Where gradients have no memory of
-        their own there are only factors, in ring buffers, of which the device needs some."""
-        if not updates or self._has_slots:
+        """Return the most token rows of one expert and of a backward; None: any. Where gradients
+        have no memory of their own there are only factors, in ring buffers, of which the device
+        needs some. With `updates` they will complete the step's gradient."""
+        if not updates or Part.GRADS in self._store.memory.slabs:
             return None
-        return RowLimits(self._most, self._copies.ring_size // 2 * (self._capacity - self._most))
+        return RowLimits(
+            self._most, len(self._copies.updates.ring.buffers) // 2 * (self._capacity - self._most)
+        )
 
     def place(
         self, entries: Mapping[int, Entry], rows: Mapping[int, int]
     ) -> dict[int, WeightGradient]:
-        """Where the CPU leaves the gradients of a backward, by position."""
+        """Return where the CPU leaves the gradients of a backward, by position."""
         self._buffer = None
         return {position: self._place(entry, rows[position]) for position, entry in entries.items()}
 
     def _place(self, entry: Entry, rows: int) -> WeightGradient:
         layout, number = self._store.layout, entry.number
         square = self._copies.squares[number : number + 1]
-        if not self._has_slots:
+        if Part.GRADS not in self._store.memory.slabs:  # gradients have no memory of their own
             first = self._take_room(rows)
             assert self._buffer is not None
             self._placed.append(_Placed(entry, self._buffer, FactorRows(rows, first)))
@@ -108,7 +110,7 @@ class FormedGradients:
         return WeightGradient(layout.weights(memory), square, kind)
 
     def _take_room(self, rows: int) -> int:
-        """The first of some free rows in `_buffer`."""
+        """Return the first of some free rows in `_buffer`."""
         ring = self._copies.updates.ring
         if self._buffer is None or self._used + rows > self._capacity:
             self._buffer, self._used = ring.take(), 0
@@ -124,8 +126,8 @@ class FormedGradients:
         return WeightGradient(rest, square, GradientKind.FACTORED)
 
     def take(self, end: StreamEvent) -> list[_Placed]:
-        """Those of the backward whose job has the end `end`; kept ones are noted."""
-        self._end = end
+        """Return the places of the backward whose job has the end `end`; kept factors are noted."""
+        self.end = end
         placed, self._placed = self._placed, []
         for entry, buffer, factors in placed:
             if buffer is None and factors is not None:
@@ -135,18 +137,18 @@ class FormedGradients:
     # -- kept factors ---------------------------------------------------------------------------
 
     def take_factors(self, number: int) -> FactorRows | None:
-        """Those of an expert, for an update that uses them up."""
+        """Return the kept factors of an expert, for an update that uses them up."""
         return self._factored.pop(number, None)
 
     def form(self, numbers: Collection[int]) -> None:
-        """Has update threads form the gradients of these experts, where factors are kept."""
+        """Let update threads form the gradients of these experts, where factors are kept."""
         for number in sorted(self._factored.keys() & set(numbers)):
             entry, arrived = self._store.entries[number], self._kept[number]
             factors = self.take_factors(number)
             self._copies.updates.submit(Update(entry, arrived, accumulate=True, factors=factors))
 
     def measure(self) -> None:
-        """Has update threads compute the squares of all kept factors."""
+        """Let update threads compute the squares of all kept factors."""
         for number, factors in self._factored.items():
             if not factors.is_measured:
                 entry, arrived = self._store.entries[number], self._kept[number]
@@ -156,11 +158,8 @@ class FormedGradients:
 
     # -- failures ---------------------------------------------------------------------------------
 
-    def wait(self) -> None:
-        self._end.wait()
-
     def drop_placed(self) -> None:
-        """After a failure within a backward."""
+        """Give back the memory of the running backward, after a failure within it."""
         self._end_cpu_job()  # it must not write later
         for placed in self._placed:
             if placed.buffer is not None:

@@ -17,7 +17,7 @@ from overspill.transfer.streams import CopyStream, StreamEvent
 
 
 class Gradient(NamedTuple):
-    """The gradient of an expert on the device."""
+    """Gradient of an expert on the device."""
 
     entry: Entry
     parts: Sequence[Tensor]
@@ -26,8 +26,9 @@ class Gradient(NamedTuple):
 
 
 class GradientCopies:
-    """Copies gradients into a ring buffer, into the expert's host slot or into an outbox, each with
-    its sum of squares. A part of `StreamingGradients`, which decides where each one goes."""
+    """Copies of gradients into a ring buffer, into the expert's host slot or into an outbox, each
+    with its sum of squares, and the threads that use them. A part of `StreamingGradients`, which
+    decides where each one goes."""
 
     def __init__(
         self,
@@ -39,58 +40,34 @@ class GradientCopies:
     ) -> None:
         """At most `limit` bytes of gradients wait on the device for their copy."""
         self._store = store
-        self._threads = threads
         self._progress = progress
-        self._recorder, self._inject = stream.recorder, stream.inject
         self.downloads = Downloads(stream, limit)
         pinned = store.memory.pinned
         self.squares = torch.zeros(len(store.entries), pin_memory=pinned)
         """Of each expert's gradient, by its number."""
         self._added_squares = torch.zeros(len(store.entries), pin_memory=pinned)  # to a kept one
-        self._updates: Updates | None = None
+        args = self.squares, self._added_squares, threads, stream.recorder, stream.inject
+        self.updates = Updates(store, *args)
         self._awaited: Entry | None = None  # its gradient waits for a host slot
 
     def start_updates(self, buffers: int) -> None:
-        """Allocates a ring of `buffers` and starts the update threads, once."""
-        if self._updates is not None:
-            return
-        store, size = self._store, self._store.layout.weight_bytes
-        slab = HostSlab("gradient buffers", buffers, size, store.memory.pinned, self._progress)
-        ring, squares = GradientRing(store, slab), (self.squares, self._added_squares)
-        self._updates = Updates(store, *squares, ring, self._threads, self._recorder, self._inject)
-
-    @property
-    def updates(self) -> Updates:
-        assert self._updates is not None, "no optimizer is attached"
-        return self._updates
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._updates is None else self._updates.ring.buffers.nbytes
-
-    @property
-    def ring_size(self) -> int:
-        """0 without an optimizer."""
-        return 0 if self._updates is None else len(self._updates.ring.buffers)
-
-    @property
-    def update_seconds(self) -> float:
-        return 0.0 if self._updates is None else self._updates.seconds
-
-    @property
-    def pending_updates(self) -> int:
-        return 0 if self._updates is None else self._updates.pending
+        """Allocate a ring of `buffers` and start the update threads, once."""
+        if not self.updates.is_started:
+            store, size = self._store, self._store.layout.weight_bytes
+            slab = HostSlab("gradient buffers", buffers, size, store.memory.pinned, self._progress)
+            self.updates.start(GradientRing(store, slab))
 
     def waiting(self) -> list[tuple[Entry, Part]]:
-        """Under the lock: the expert whose gradient waits for a host slot, then experts whose
-        update waits for parts on disk."""
+        """Return the expert whose gradient waits for a host slot, then experts whose update waits
+        for parts on disk; under the lock."""
         awaited = [] if self._awaited is None else [(self._awaited, Part.WEIGHTS)]
-        return awaited + ([] if self._updates is None else list(self._updates.waiting()))
+        return [*awaited, *self.updates.waiting()]
 
     # -- copies -----------------------------------------------------------------------------
 
     def to_ring(self, gradient: Gradient, is_added: bool) -> tuple[int, StreamEvent]:
-        """Returns the buffer. `is_added`: to the gradient in the expert's host slot."""
+        """Copy a gradient into a ring buffer, which is returned with the end of the copy.
+        `is_added`: it will be added to the gradient in the expert's host slot."""
         ring = self.updates.ring
         buffer = ring.take()
         try:
@@ -102,13 +79,13 @@ class GradientCopies:
             raise
 
     def to_host_slot(self, gradient: Gradient) -> StreamEvent:
-        """To the memory for the expert's kept gradient."""
+        """Copy a gradient into the memory for the expert's kept gradient; return when it ends."""
         store, entry = self._store, gradient.entry
         square = self.squares[entry.number]
         if entry.disk_slot is None:  # its host slot is its own
             return self._copy(gradient, store.layout.weights(store.host(entry, Part.GRADS)), square)
         with store.lock:
-            # first: the GPU may hold more experts than the host, and those of this wave that were
+            # first: the GPU may hold more experts than the host, and experts of this wave that were
             # delivered before must make room
             self._awaited = entry
             try:
@@ -127,6 +104,7 @@ class GradientCopies:
             store.release(entry)
 
     def to_outbox(self, gradient: Gradient, slot: GradientPart) -> StreamEvent:
+        """Copy a gradient into a slot of the outbox of this rank; return when it ends."""
         return self._copy(gradient, slot.gradient, slot.square)
 
     def _copy(self, gradient: Gradient, flat: Tensor, square: Tensor) -> StreamEvent:
@@ -141,7 +119,7 @@ class GradientCopies:
         return self.downloads.send(pairs, label, gradient.made)
 
     def check_finite(self) -> None:
-        """Updates have refused gradients that are not finite; this reports them."""
+        """Raise NonFiniteError, once, for gradients that are not finite; updates refuse them."""
         if torch.isfinite(self.squares).all():
             return
         self.updates.wait_idle()  # it reads the same numbers
@@ -154,28 +132,11 @@ class GradientCopies:
             "rate or set max_grad_norm, and go on from the last checkpoint"
         )
 
-    # -- lifetime ---------------------------------------------------------------------------
-
     def wait(self) -> None:
-        """Waits until all gradients have arrived and all updates are done."""
+        """Wait until all gradients have arrived and all updates are done."""
         self.downloads.wait()
-        if self._updates is not None:
-            self._updates.wait_idle()
-
-    def idle(self) -> bool:
-        """Under the lock: whether all updates are done."""
-        return self._updates is None or self._updates.idle()
-
-    def free_ring(self) -> None:
-        """When idle: an interrupted backward may have left buffers."""
-        if self._updates is not None:
-            self._updates.ring.reset()
-
-    def check_conserved(self) -> None:
-        if self._updates is not None:
-            self._updates.ring.check_conserved()
+        self.updates.wait_idle()
 
     def close(self) -> None:
-        if self._updates is not None:
-            self._updates.close()
-            self._updates.ring.buffers.close()
+        self.updates.close()
+        self.updates.ring.buffers.close()

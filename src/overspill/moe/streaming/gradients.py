@@ -1,7 +1,6 @@
 """Gradients of streamed experts: from the device into a ring buffer and straight into the expert's
 update, or into the expert's own host slot, where they wait for more or for the global norm."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -11,32 +10,34 @@ from overspill.compute.cpu_kernel import WeightGradient
 from overspill.core.errors import BudgetError
 from overspill.core.sizes import format_size
 from overspill.moe.compute_trace import ComputeTrace
+from overspill.moe.gradient_sink import GradientSink
 from overspill.moe.layer_pass import Wave
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.settings import Settings
-from overspill.moe.streaming.cpu_split import RowLimits
 from overspill.moe.streaming.device_gradients import DeviceGradients
 from overspill.moe.streaming.formed_gradients import FormedGradients
 from overspill.moe.streaming.gradient_copies import Gradient, GradientCopies
 from overspill.moe.streaming.shared_gradients import SharedGradients
 from overspill.moe.streaming.step_cursor import StepCursor
-from overspill.optim.gradient_norm import expert_squares
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
+from overspill.optim.gradient_norm import expert_squares, tensors_of
 from overspill.optim.updates import Update
 from overspill.plan.budget import Placement
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.slab import Progress
 from overspill.tiers.store import ExpertStore
-from overspill.transfer.outboxes import GradientPart, Outboxes
+from overspill.transfer.outboxes import Outboxes
 from overspill.transfer.streams import COMPLETED, CopyStream, StreamEvent, record_event
 
 _ON_DEVICE = 8  # gradients of experts on the device at once, fewer with few slots, more with many
 _RING_WHEN_KEPT = 8  # where gradients are kept, ring buffers only serve to accumulate
 
 
-class StreamingGradients:
-    """Copies gradients to host memory and starts the updates they complete. One of the two parts of
-    `ExpertGradients`; its methods are explained there."""
+class StreamingGradients(GradientSink):
+    """Sink of the gradients of streamed experts: copies them to host memory and starts the updates
+    that they complete, in threads."""
+
+    has_updated = False
 
     def __init__(
         self,
@@ -57,43 +58,42 @@ class StreamingGradients:
         `end_cpu_job` until the CPU computes no experts. Ranks that compute experts of each other
         have `outboxes`."""
         self._store = store
-        self.wait_readers = wait_readers
+        self._wait_readers = wait_readers
         self._cursor = cursor
         self._placement = placement
-        self._settings = settings
+        self.overlap_updates = settings.overlap_updates
         self._trace = trace
         self._device = device
-        # those of a layer are downloaded while the next one computes
+        # the gradients of a layer are downloaded while the next one computes
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
         limit = on_device * store.layout.weight_bytes
-        self._copies = GradientCopies(store, stream, limit, threads, progress)
-        self.of_residents = HostGradients(
+        self.copies = GradientCopies(store, stream, limit, threads, progress)
+        self.host_gradients = HostGradients(
             store.layout,
             device,
             lambda: store.unused_memory(Part.GRADS),
-            self._copies.downloads,
+            self.copies.downloads,
             stream.inject,
         )
         self.on_device = DeviceGradients(store.layout, device)
         # experts whose host slot holds part of this step's gradient, and when it has arrived
         self._kept: dict[int, StreamEvent] = {}
-        self._formed = FormedGradients(store, self._copies, self._kept, end_cpu_job)
+        self.formed = FormedGradients(store, self.copies, self._kept, end_cpu_job)
         # whether a gradient was not finite that was or will be added to others, if there was one
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_added = False
-        self._has_updated = False
         self._shared = SharedGradients(outboxes, store)
 
     # -- memory -----------------------------------------------------------------------------
 
-    def attach(self, keep: bool) -> None:
+    def allocate(self, keep: bool) -> None:
         if keep:
             self._allocate_kept()
         ring = self._placement.ring
-        self._copies.start_updates(min(_RING_WHEN_KEPT, ring) if keep else ring)
+        self.copies.start_updates(min(_RING_WHEN_KEPT, ring) if keep else ring)
 
     def _allocate_kept(self) -> None:
-        """Allocates memory for kept gradients, once."""
+        """Allocate memory for kept gradients, once."""
         if Part.GRADS in self._store.memory.slabs:
             return
         kept = self._store.host_slots * self._store.layout.weight_bytes
@@ -115,12 +115,7 @@ class StreamingGradients:
 
     def host_bytes(self) -> int:
         """Host memory of all slabs."""
-        return self._store.memory.host_bytes + self._copies.host_bytes
-
-    def waiting(self) -> list[tuple[Entry, Part]]:
-        """Under the lock: the expert whose gradient waits for a host slot, then experts whose
-        update waits for parts on disk."""
-        return self._copies.waiting()
+        return self._store.memory.host_bytes + self.copies.updates.ring.buffers.nbytes
 
     # -- gradients --------------------------------------------------------------------------
 
@@ -152,7 +147,8 @@ class StreamingGradients:
             gradient = Gradient(entry, parts, squares[offset], made)
             in_host = entry.number in self._kept
             if (slot := outbox.get(offset)) is not None:
-                self._to_outbox(gradient, slot)
+                arrived = self.copies.to_outbox(gradient, slot)
+                self.copies.updates.submit(self._shared.publication(entry, slot, arrived))
             elif not (more and not in_host and self.on_device.add(entry.number, parts)):
                 self._send(gradient, hyper)
             finished.append(self._store.position(entry))
@@ -162,34 +158,22 @@ class StreamingGradients:
 
     # -- gradients that the CPU makes ---------------------------------------------------------
 
-    def row_limits(self, updates: bool) -> RowLimits | None:
-        """Token rows of which the CPU may make weight gradients in one backward; None: any.
-        `updates`: they will complete the step's gradient, and experts may be updated then."""
-        return self._formed.limits(updates)
-
-    @property
-    def update_seconds(self) -> float:
-        """How long all cores take for the update of one expert, as measured."""
-        return self._copies.update_seconds
-
-    @property
-    def pending_updates(self) -> int:
-        """Experts with updates that have not ended, under the lock."""
-        return self._copies.pending_updates
-
     def place(
         self, layer: int, rows: Mapping[int, int], updates: bool, more: bool
     ) -> dict[int, WeightGradient]:
-        """Blocks until nothing else uses the memory, which is rarely necessary."""
+        """Return the memory where the CPU leaves the gradients of experts with these token rows, by
+        position. With `updates` they will complete the step's gradient, and the experts may be
+        updated then; `more` as in `add`. Waits until nothing else uses the memory."""
         entries = {position: self._store.at(layer, position) for position in rows}
         if not more:
             self._leave_device({entry.number for entry in entries.values()})
         if not updates:
             self._allocate_kept()
-        return self._formed.place(entries, rows)
+        return self.formed.place(entries, rows)
 
     def add_formed(self, end: StreamEvent, hyper: AdamHyper | None) -> None:
-        placed = self._formed.take(end)
+        """Take the gradients of the last `place`, which are complete at `end`."""
+        placed = self.formed.take(end)
         for entry, buffer, factors in placed:
             if hyper is None:
                 self._kept[entry.number] = end
@@ -207,22 +191,13 @@ class StreamingGradients:
     def begin_backward(self, shared: Mapping[int, tuple[int, ...]]) -> None:
         self._shared.begin(shared)
 
-    def _to_outbox(self, gradient: Gradient, slot: GradientPart) -> None:
-        arrived = self._copies.to_outbox(gradient, slot)
-        self._copies.updates.submit(self._shared.announcement(gradient.entry, slot, arrived))
-
     def collect(self, layer: int, hyper: AdamHyper | None) -> None:
         for update in self._shared.updates(layer, hyper, self._take_kept):
-            if hyper is not None:
-                self._submit(update)
-            else:
-                self._allocate_kept()
-                self._kept[update.entry.number] = update.arrived
-                self._copies.updates.submit(update)
+            self._submit(update)
 
     def _take_kept(self, entry: Entry) -> StreamEvent | None:
         self._leave_device({entry.number})
-        self._formed.form([entry.number])
+        self.formed.form([entry.number])
         return self._kept.pop(entry.number, None)
 
     def _finish(self, positions: list[int]) -> None:
@@ -231,8 +206,7 @@ class StreamingGradients:
         positions.clear()
 
     def _leave_device(self, numbers: Collection[int]) -> None:
-        """Sums on the device that nothing more will be added to become kept gradients in host
-        memory."""
+        """Move finished sums of these experts from the device to host memory."""
         for number in self.on_device.numbers(numbers):
             parts = self.on_device.take(number)
             (square,) = expert_squares([part[None] for part in parts])
@@ -240,29 +214,24 @@ class StreamingGradients:
             self._send(Gradient(self._store.entries[number], parts, square, made), None)
 
     def _send(self, gradient: Gradient, hyper: AdamHyper | None) -> None:
-        entry = gradient.entry
-        kept = entry.number in self._kept
-        if hyper is not None:
-            buffer, arrived = self._copies.to_ring(gradient, kept)
-            factors = self._formed.take_factors(entry.number)
-            self._submit(Update(entry, arrived, buffer, kept, hyper=hyper, factors=factors))
-            self._kept.pop(entry.number, None)  # it is used now
+        entry, number = gradient.entry, gradient.entry.number
+        kept = number in self._kept
+        if hyper is None and not kept:
+            self._allocate_kept()
+            self._kept[number] = self.copies.to_host_slot(gradient)
             return
-        self._allocate_kept()
-        if kept:
-            buffer, arrived = self._copies.to_ring(gradient, kept)
-            factors = self._formed.take_factors(entry.number)
-            update = Update(entry, arrived, buffer, accumulate=True, factors=factors)
-            self._copies.updates.submit(update)
-        else:
-            arrived = self._copies.to_host_slot(gradient)
-        self._kept[entry.number] = arrived
+        buffer, arrived = self.copies.to_ring(gradient, kept)
+        factors = self.formed.take_factors(number)
+        self._submit(Update(entry, arrived, buffer, kept, hyper=hyper, factors=factors))
+        if hyper is not None:
+            self._kept.pop(number, None)  # it is used now
 
     # -- a layer, a step --------------------------------------------------------------------
 
-    def complete_layer(
-        self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None
-    ) -> None:
+    def wait_readers(self) -> None:
+        self._wait_readers()
+
+    def complete(self, layer: int, counts: Sequence[int] | None, hyper: AdamHyper | None) -> None:
         if counts is None:
             # In step(), not in backward: a forward without gradients may still be running.
             self.wait_readers()
@@ -276,32 +245,32 @@ class StreamingGradients:
                 self._update(entry, hyper)
 
     def _update(self, entry: Entry, hyper: AdamHyper) -> None:
-        """Updates an expert with its kept gradient, or by decay."""
+        """Update an expert with its kept gradient, or by decay."""
         arrived = self._kept.get(entry.number)
-        kept, factors = arrived is not None, self._formed.take_factors(entry.number)
+        kept, factors = arrived is not None, self.formed.take_factors(entry.number)
         update = Update(entry, arrived or COMPLETED, use_kept=kept, hyper=hyper, factors=factors)
         self._submit(update)
 
     def _submit(self, update: Update) -> None:
-        self._has_updated = True
-        self._store.begin_update(update.entry)
-        self._copies.updates.submit(update)
-
-    @property
-    def has_updated(self) -> bool:
-        return self._has_updated
+        """Let an update thread update an expert, or without `hyper` add to its kept gradient."""
+        if update.hyper is None:
+            self._allocate_kept()
+            self._kept[update.entry.number] = update.arrived
+        else:
+            self.has_updated = True
+            self._store.begin_update(update.entry)
+        self.copies.updates.submit(update)
 
     def squares(self) -> dict[int, float]:
-        """Sum of squares of each kept gradient; waits for them."""
         self._leave_device(range(len(self._store.entries)))
-        self._formed.measure()
+        self.formed.measure()
         self._settle()
         kept = sorted(self._kept)
-        return dict(zip(kept, self._copies.squares[kept].tolist(), strict=True))
+        return dict(zip(kept, self.copies.squares[kept].tolist(), strict=True))
 
     def kept(self) -> Collection[int]:
         self._leave_device(range(len(self._store.entries)))
-        self._formed.form(self._kept.keys())
+        self.formed.form(self._kept.keys())
         self._settle()
         return self._kept.keys()
 
@@ -319,23 +288,26 @@ class StreamingGradients:
             store.layout.weights(memory).copy_(grad)
 
         store.write_part(entry, Part.GRADS, fill)
-        sizes = [math.prod(size) for size in store.layout.shape.sizes]
-        self._copies.squares[number] = expert_squares(grad[None].split(sizes, dim=1))[0]
+        (self.copies.squares[number],) = expert_squares(tensors_of(grad[None], store.layout.shape))
         self._kept.setdefault(number, COMPLETED)
 
     def _settle(self) -> None:
-        """Waits until the step's gradients have left the device and are accumulated."""
-        self._formed.wait()
+        """Wait until the step's gradients have left the device and are accumulated."""
+        self.formed.end.wait()
         if self._kept:
-            self._copies.wait()
+            self.copies.wait()
         else:
-            self._copies.downloads.wait()
+            self.copies.downloads.wait()
 
-    def end_step(self, kept: Mapping[int, AdamHyper]) -> None:
-        self._copies.downloads.wait()
-        self._formed.wait()
+    def check(self, kept: Mapping[int, AdamHyper]) -> None:
+        self.copies.downloads.wait()
+        self.formed.end.wait()
         if not self._shared.are_finite() or (self._has_added and self._not_finite.item()):
-            self._copies.updates.wait_idle()  # which sums are not finite is known then
+            self.copies.updates.wait_idle()  # which sums are not finite is known then
+        if kept:
+            self.copies.check_finite()
+
+    def step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._shared.forget()
         for layer, hyper in sorted(kept.items()):
             with self._store.lock:  # once, although update threads want it
@@ -343,15 +315,15 @@ class StreamingGradients:
                     self._update(entry, hyper)
         self._kept.clear()
         self._forget_added()
-        self._has_updated = False
-        if not self._settings.overlap_updates:
+        self.has_updated = False
+        if not self.overlap_updates:
             self.wait()
-        self._copies.check_finite()
+        self.copies.check_finite()
 
     def discard(self, layer: int | None = None) -> None:
         store = self._store
         store.wake_all()  # an interrupt may have come before a thread was woken
-        self._formed.drop_placed()
+        self.formed.drop_placed()
         self.wait()  # a gradient that is being accumulated must not come later
         dropped = store.entries if layer is None else store.layer_entries(layer)
         numbers = {entry.number for entry in dropped}
@@ -361,48 +333,41 @@ class StreamingGradients:
             for entry in pending:  # the gradients of other layers still wait for step()
                 store.begin_update(entry)
         # an expert without tokens in the next step would keep a NaN
-        self._copies.squares[sorted(numbers)] = 0.0
+        self.copies.squares[sorted(numbers)] = 0.0
         for number in self._kept.keys() & numbers:
             del self._kept[number]
-        self._formed.discard(numbers)
+        self.formed.discard(numbers)
         self.on_device.discard(numbers)
         self._shared.forget()  # all have arrived
-        self.of_residents.discard(numbers)  # also if a new optimizer keeps none there
+        self.host_gradients.discard(numbers)  # also if a new optimizer keeps none there
         if not self._kept:
             self._forget_added()
         if layer is None:
-            self._copies.free_ring()
-            self._has_updated = False
+            self.copies.updates.ring.reset()  # an interrupted backward may have left buffers
+            self.has_updated = False
 
     def _forget_added(self) -> None:
         if self._has_added:
             self._not_finite.zero_()
             self._has_added = False
 
-    def set_settings(self, settings: Settings) -> None:
-        self._settings = settings
-
     # -- lifetime ---------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Waits until all gradients have arrived and all updates are done."""
-        self._formed.wait()
-        self._copies.wait()
-
-    def idle(self) -> bool:
-        """Under the lock: whether all updates are done."""
-        return self._copies.idle()
+        self.formed.end.wait()
+        self.copies.wait()
 
     def check_conserved(self) -> None:
         self.on_device.check_conserved()
-        self._copies.check_conserved()
+        self.copies.updates.ring.check_conserved()
         self._shared.check_conserved()
 
     def close(self) -> None:
         self.on_device.close()
-        self.of_residents.close()
+        self.host_gradients.close()
         self._shared.stop()
-        self._copies.close()
+        self.copies.close()
         self._shared.close()
 
 

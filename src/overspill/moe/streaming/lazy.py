@@ -8,8 +8,8 @@ from overspill.moe.streaming.streaming import Streaming
 
 
 class LazyStreaming:
-    """Holds the `Streaming` of an engine, which has slots and threads. If all experts have been
-    resident from the beginning, there is none, and its methods are no-ops."""
+    """Holder of an engine's `Streaming`, which has slots and threads. If all experts have been
+    resident from the beginning there is none, and methods are no-ops."""
 
     def __init__(self, new: Callable[[Settings], Streaming], settings: Settings) -> None:
         self._new = new
@@ -17,14 +17,14 @@ class LazyStreaming:
         self.started: Streaming | None = None
 
     def start(self, keep: bool | None) -> None:
-        """No-op if it has started. `keep` is whether the optimizer keeps gradients; None: there is
-        no optimizer yet."""
+        """Start streaming, once. `keep` is whether the optimizer keeps gradients; None: there is no
+        optimizer yet."""
         if self.started is not None:
             return
         streaming = self._new(self._settings)
         try:
             if keep is not None and streaming.gradients is not None:
-                streaming.gradients.attach(keep)
+                streaming.gradients.allocate(keep)
         except BaseException:
             streaming.close()
             raise

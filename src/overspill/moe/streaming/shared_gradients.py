@@ -1,12 +1,11 @@
-"""Gradients of experts that their owners do not compute alone: what goes to the outboxes of ranks,
-and what owners take from there."""
+"""Gradients of experts that their owners do not compute alone, on their way through outboxes."""
 
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from overspill.core.experts import ExpertId
-from overspill.optim.kernel import AdamHyper
+from overspill.optim.arguments import AdamHyper
 from overspill.optim.updates import Update
 from overspill.tiers.entry import Entry
 from overspill.tiers.store import ExpertStore
@@ -15,7 +14,9 @@ from overspill.transfer.streams import StreamEvent, all_of
 
 
 class SharedGradients:
-    """A part of `StreamingGradients`, which copies the gradients and submits the updates."""
+    """Parts of gradients in the outboxes of ranks: places for those of this rank, and updates of
+    its own experts with those of all. `StreamingGradients` copies gradients and submits the
+    updates."""
 
     def __init__(self, outboxes: Outboxes | None, store: ExpertStore) -> None:
         """Without `outboxes` nothing is shared."""
@@ -26,22 +27,21 @@ class SharedGradients:
         """Experts that were updated with such parts in this step."""
 
     def begin(self, shared: Mapping[int, tuple[int, ...]]) -> None:
-        """Before the gradients of a layer: `shared` are the ranks that compute each expert which
-        its owner does not compute alone."""
+        """Prepare for the gradients of a layer, see `GradientSink.begin_backward`."""
         if self._outboxes is not None:
             self._outboxes.begin(shared)
 
     def slots(self, wave: Mapping[int, Entry]) -> dict[int, GradientPart]:
-        """Where gradients of shared experts in a wave go, by their offsets in it."""
+        """Return the place of the gradient of each shared expert of a wave, by its offset there."""
         if (outboxes := self._outboxes) is None:
             return {}
         found = {offset: outboxes.own_part(entry.id.index) for offset, entry in wave.items()}
         return {offset: part for offset, part in found.items() if part is not None}
 
-    def announcement(self, entry: Entry, part: GradientPart, arrived: StreamEvent) -> Update:
-        """What tells the owner that a gradient is in its slot."""
+    def publication(self, entry: Entry, part: GradientPart, arrived: StreamEvent) -> Update:
+        """Return the task that publishes a gradient in its slot to the owner."""
         assert self._outboxes is not None
-        return Update(entry, arrived, then=functools.partial(self._outboxes.announce, part))
+        return Update(entry, arrived, then=functools.partial(self._outboxes.publish, part))
 
     def updates(
         self,
@@ -49,8 +49,9 @@ class SharedGradients:
         hyper: AdamHyper | None,
         take_kept: Callable[[Entry], StreamEvent | None],
     ) -> Iterator[Update]:
-        """After the gradients of a layer: the updates of shared experts of this rank, or what adds
-        to their kept gradients. `take_kept` says when the kept gradient has arrived."""
+        """Yield the updates of shared experts of this rank, after the gradients of a layer; without
+        `hyper` tasks that add to their kept gradients. `take_kept` returns when the kept gradient
+        of an expert has arrived."""
         if (outboxes := self._outboxes) is None:
             return
         for expert, parts in outboxes.owned():
@@ -69,8 +70,8 @@ class SharedGradients:
             )
 
     def are_finite(self) -> bool:
-        """Waits for all parts of this step's gradients. What was taken already is known to the
-        updates."""
+        """Return whether all parts of this step's gradients are finite; waits for them. Updates
+        know it of parts that were taken already."""
         if (outboxes := self._outboxes) is None:
             return True
         parts = [p for parts in self._collected for p in parts if not outboxes.was_taken(p)]
@@ -78,7 +79,7 @@ class SharedGradients:
         return all(math.isfinite(part.square.item()) for part in parts)
 
     def forget(self) -> None:
-        """The step has ended."""
+        """Forget the parts of a step, at its end."""
         self._collected.clear()
         self.updated.clear()
 
@@ -87,7 +88,7 @@ class SharedGradients:
             self._outboxes.check_conserved()
 
     def stop(self) -> None:
-        """Other ranks may be gone: update threads do not wait for them any more, after a while."""
+        """Let update threads wait for other ranks only for a while: they may be gone."""
         if self._outboxes is not None:
             self._outboxes.stop()
 

@@ -32,8 +32,9 @@ _log = logging.getLogger("overspill")
 
 
 class Streaming:
-    """Uploads run ahead of compute, gradients leave as they are made, updates run while the device
-    continues, and the next upload of an expert waits only for its own update."""
+    """Compute, gradients and disk transfers of streamed experts. Uploads run ahead of compute,
+    gradients leave as they are made, updates run while the device continues, and the next upload of
+    an expert waits only for its own update."""
 
     def __init__(
         self,
@@ -89,27 +90,28 @@ class Streaming:
     def row_limits(self) -> RowLimits | None:
         if self.gradients is None:
             return RowLimits(0, 0)
-        return self.gradients.row_limits(self._updates_at_once())
+        return self.gradients.formed.limits(self._updates_at_once())
 
     def seconds(self, layer: int, phase: Phase, need_dw: bool) -> float:
         """In forward, pending updates of the layer, or its share of all: this and later passes wait
-        for them. In backward those that follow from it."""
+        for them. In backward the updates that follow from it."""
         if self.gradients is None:
             return 0.0
-        number = 0.0
+        number, updates = 0.0, self.gradients.copies.updates
         if phase is Phase.FORWARD:
             own = sum(entry.stale for entry in self._store.streamed(layer))
-            number = max(own, self.gradients.pending_updates / (self._store.n_layers - layer))
+            number = max(own, updates.pending / (self._store.n_layers - layer))
         elif need_dw and self._updates_at_once():
             number = len(self._store.streamed(layer))
-        return number * self.gradients.update_seconds
+        return number * updates.seconds
 
     # -- needs and settings -------------------------------------------------------------------
 
     def _needs(self) -> Iterator[tuple[Entry, Part]]:
-        """What should be in host slots: experts with a pending update, then the order of need."""
+        """Yield the parts that should be in host slots: of experts with a pending update, then in
+        the order of need."""
         if self.gradients is not None:
-            yield from self.gradients.waiting()
+            yield from self.gradients.copies.waiting()
         for layer, position, states in self.compute.cursor.needed(self._updates_at_once()):
             parts = Part.WEIGHTS | Part.STATES if states else Part.WEIGHTS
             entry = self._store.at(layer, position)
@@ -122,7 +124,7 @@ class Streaming:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
         self.compute.set_settings(settings)  # first: it may refuse them
         if self.gradients is not None:
-            self.gradients.set_settings(settings)
+            self.gradients.overlap_updates = settings.overlap_updates
 
     def lend(self, replicas: Mapping[int, Replica]) -> None:
         """Lets uploads read these replicas in place of host memory, and no others from now on."""
@@ -133,14 +135,14 @@ class Streaming:
         self._store.request_transfers()
 
     def stop_uploads(self) -> None:
-        """Uploads that were not issued are dropped; the next pass asks for what it needs."""
+        """Drop uploads that were not issued; the next pass asks for those it needs."""
         with self._store.lock:
             self.compute.uploader.set_targets([])
 
     def residents_changed(self) -> None:
-        """Between steps: other experts are streamed now."""
+        """Adapt to other streamed experts, between steps."""
         if self.gradients is not None:
-            self.gradients.of_residents.reset()
+            self.gradients.host_gradients.reset()
         self.stop_uploads()
         self._store.request_transfers()
 
@@ -149,14 +151,14 @@ class Streaming:
         self._store.wake_all()  # an interrupt may have come before a thread was woken
         if self.gradients is not None:
             self.gradients.wait()
-        # all at once: what one of them ends may let another begin
+        # all at once: a task that ends may let another begin
         what = "pending transfers and updates (uploader, update thread, disk transfers)"
         self._store.wait(self._idle, what)
         self.compute.wait_readers()
 
     def _idle(self) -> bool:
         stager_idle = self._stager is None or self._stager.idle()
-        updates_idle = self.gradients is None or self.gradients.idle()
+        updates_idle = self.gradients is None or self.gradients.copies.updates.idle()
         return updates_idle and stager_idle and self.compute.uploader.idle()
 
     def check_conserved(self) -> None:
@@ -169,7 +171,7 @@ class Streaming:
         """Memory of the GPU slots and of gradients that are accumulated or read on the device."""
         size = self.compute.uploader.slab.nbytes
         if self.gradients is not None:
-            size += self.gradients.on_device.nbytes + self.gradients.of_residents.device_bytes
+            size += self.gradients.on_device.nbytes + self.gradients.host_gradients.buffer.nbytes
         return size
 
     @property
@@ -186,7 +188,7 @@ class Streaming:
         if error is None or self.gradients is not None or self._interrupted:
             return
         _log.warning("transfers of experts begin anew after a failure: %s", error)
-        # what is allocated here outlives an inference mode of the caller
+        # memory allocated here outlives an inference mode of the caller
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             self.compute.restart_uploads()
             self._store.recover()
