@@ -45,7 +45,8 @@ from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.finetune.finetuner import FinetuneSummary, finetune
 from overspill.train.metrics import StepMetrics
 from overspill.train.progress import Display
-from overspill.train.session import RunSpec, Session, build_session
+from overspill.train.run_spec import RunSpec
+from overspill.train.session import Session, build_session
 
 RECORD = "switch-quality"
 PLOT = ROOT / "docs" / f"{RECORD}.png"

@@ -24,8 +24,9 @@ from overspill.train.metrics import EvalMetrics, MetricsFile, StepMetrics
 from overspill.train.plot import draw_loss
 from overspill.train.progress import Display, resume_command, showing
 from overspill.train.run_folder import RunFolder
+from overspill.train.run_spec import RunSpec
 from overspill.train.schedule import make_scheduler
-from overspill.train.session import RunSpec, Session
+from overspill.train.session import Session
 from overspill.train.signals import StopSignal
 from overspill.train.summary import Summary
 from overspill.train.tracer import Tracer

@@ -2,16 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import cpu_threads, disk_free, is_on_root
-
-if TYPE_CHECKING:
-    from overspill.train.session import RunSpec
+from overspill.train.run_spec import RunSpec
 
 _LONG_S = 12 * 3600
 _UPDATES_PER_CORE = 0.33e9
@@ -21,22 +17,7 @@ _SLOWEST = 1e8
 _SIZE, _ROUNDS = 512, 3
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Numbers of parameters."""
-
-    dense: int
-    experts: int
-    """Of all experts."""
-    used: float
-    """Share of the experts that a token uses."""
-
-    @property
-    def active(self) -> int:
-        return self.dense + round(self.experts * self.used)
-
-
-def warnings_before(spec: "RunSpec") -> Iterator[str]:
+def warnings_before(spec: RunSpec) -> Iterator[str]:
     """What the user should know before memory is allocated and files are written."""
     folder = spec.budgets.folder
     # a folder whose parent does not exist is an error a moment later
@@ -51,7 +32,7 @@ def warnings_before(spec: "RunSpec") -> Iterator[str]:
         yield from _long_run(spec, matrix_rate(spec.dtype))
 
 
-def _long_run(spec: "RunSpec", rate: float) -> Iterator[str]:
+def _long_run(spec: RunSpec, rate: float) -> Iterator[str]:
     """With `rate`, operations in a second."""
     size, trained = spec.model_size(), spec.config.trains_experts
     tokens = spec.config.sequences_per_step * spec.seq_len

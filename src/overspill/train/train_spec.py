@@ -16,8 +16,7 @@ from overspill.models.presets import get_preset
 from overspill.train.checkpoint import Fact
 from overspill.train.config import TrainConfig
 from overspill.train.data import TokenData, find_files, split, tokenize
-from overspill.train.run_warnings import ModelSize
-from overspill.train.session import RunSpec, check_stages
+from overspill.train.run_spec import ModelSize, RunSpec, check_stages
 from overspill.train.team import Team
 from overspill.train.tokenizer import Tokenizer, load_tokenizer, vocab_size
 

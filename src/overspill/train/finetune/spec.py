@@ -35,8 +35,7 @@ from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora, lora_targets
-from overspill.train.run_warnings import ModelSize
-from overspill.train.session import DTYPES, RunSpec, check_stages
+from overspill.train.run_spec import DTYPES, ModelSize, RunSpec, check_stages
 from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
