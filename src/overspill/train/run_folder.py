@@ -1,4 +1,4 @@
-"""The folder of a run: its config, metrics, plots, timeline and checkpoints."""
+"""The folder of a run: its config, metrics, plots, timeline, checkpoints and logs of ranks."""
 
 import contextlib
 import dataclasses
@@ -27,6 +27,7 @@ class RunFolder:
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
         self.loss_picture = path / "loss.png"
         self.timeline = path / "timeline.json.gz"
         self.timeline_picture = path / "timeline.png"

@@ -75,11 +75,12 @@ class RunSpec(abc.ABC):
         waits = optim.clip > 0 or self.config.accumulates or not memory.overlap_updates
         waits = waits or self.team.has_nodes
         given = {kind: values_of(memory, kind) for kind in (MemoryLimits, PlacementOptions)}
+        switches = values_of(memory, Switches) | {"threads": memory.threads or self.team.threads}
         return Budgets(
             **given[MemoryLimits] | {"device": self.device},
             **given[PlacementOptions] | {"slots": self.slots},
             host_slots=memory.host_slots,
-            settings=Settings(**values_of(memory, Switches), shared_balance=True),
+            settings=Settings(**switches, shared_balance=True),
             state_dtype=DTYPES[optim.state_dtype],
             keep_gradients=self.config.trains_experts and waits,
             mesh=self.team.mesh,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from overspill.core.errors import ConfigError
 from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
+from overspill.hardware.numa import NumaBinding
 from overspill.moe.settings import Switches
 from overspill.plan.limits import HostSlots, MemoryLimits, PlacementOptions
 from overspill.train.settings import Config
@@ -61,6 +62,10 @@ class MemorySection(Switches, PlacementOptions, HostSlots, MemoryLimits):
     stage_gpus: Count | None = None
     """GPUs of --gpus that divide the stages, while the others divide the experts and the batch;
     default: as many as possible."""
+    numa_binding: NumaBinding | None = None
+    """Bind each rank of --gpus or torchrun to cores near its GPU: those of its NUMA node (node), of
+    its socket, a part of its node that no other rank has (exclusive), or cores that share a cache
+    (core-complex)."""
     shard_dense: bool = False
     """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
     dtype: Literal["bf16", "fp32"] | None = None

@@ -32,8 +32,10 @@ class Team:
         """Parts into which the ranks divide a batch. Ranks along stages have the same part."""
         self.part = 0
         """Number of this rank's part."""
+        self.threads: int | None = None
+        """Threads of a rank that is bound to cores; None: it is not bound."""
         if joined is not None:
-            ranks, self.mesh = joined.ranks, joined.mesh
+            ranks, self.mesh, self.threads = joined.ranks, joined.mesh, joined.threads
             self.rank, self.size, self.node_size = ranks.rank, ranks.size, ranks.on_machine
             self.n_stages = ranks.n_stages
             self.parts = ranks.size // ranks.n_stages
