@@ -34,7 +34,7 @@ def bind_rank(binding: NumaBinding, gpus: Sequence[str], rank: int, sys: Path = 
 def _numa_nodes(sys: Path) -> int:
     try:
         return len(_numbers(sys / "devices/system/node/online"))
-    except OSError:  # a kernel without NUMA
+    except OSError:  # this kernel has no NUMA
         return 1
 
 
@@ -78,7 +78,7 @@ def near_cores(
 def bind(cores: Collection[int]) -> None:
     """Bind all threads of this process, and those that they start."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
