@@ -1,4 +1,5 @@
-"""What `overspill train`, `finetune` and `pregate` share: resuming, and the report at the end."""
+"""Shared parts of `overspill train`, `finetune` and `pregate`: resuming, ranks, and the report at
+the end."""
 
 import dataclasses
 import json
@@ -25,13 +26,14 @@ C = TypeVar("C", bound=RunConfig)
 R = TypeVar("R", bound=RunConfig, contravariant=True)
 
 _WHICH_RUN = {"resume", "out", "preset", "checkpoint"}
-"""Settings that say which run is resumed."""
+"""Settings that determine the run to resume."""
 
 
 def resolve_resume(kind: type[C], given: Sequence[Mapping[str, Any]]) -> C:
-    """The config from layers of settings; with --resume they override the config of that run."""
+    """The config from layers of settings; with --resume they override the config of the resumed
+    run."""
     flags = {name: value for layer in given for name, value in layer.items()}
-    # other flags may need those of the run
+    # the other flags may be valid only together with settings of the run
     which = kind.make({name: flags[name] for name in flags.keys() & _WHICH_RUN})
     if not which.run.resume:
         return kind.make(*given)
@@ -61,7 +63,7 @@ def _read(kind: type[C], file: Path) -> Mapping[str, Any]:
 
 
 class Run(Protocol[R]):
-    """`train` or `finetune`."""
+    """A function that trains: `train` or `finetune`."""
 
     def __call__(self, config: R, display: "Display", *, team: "Team") -> "Summary": ...
 
@@ -137,7 +139,7 @@ def _launch(arguments: Sequence[str], needed: RanksNeeded) -> int:
 
 
 def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
-    """Runs it, alone or as one of several ranks, and prints how it ended."""
+    """Train, alone or as one of several ranks, and print a summary."""
     place = RankPlace.find()
     from overspill.parallel.join import joined
     from overspill.train.team import Team

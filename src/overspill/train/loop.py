@@ -52,24 +52,24 @@ class Losses:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What the forward and backward passes of a step processed on all ranks."""
+    """Losses and amount of data of one step, on all ranks."""
 
     losses: Losses
-    """Of this rank; those of the step are the mean over ranks."""
+    """Losses of this rank; the losses of the step are the mean over ranks."""
     sequences: int
     tokens: int
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """What all ranks use, together."""
+    """Memory of all ranks together."""
 
     bytes_by_tier: dict[str, int]
     host_peak: int
 
 
 class Loop(abc.ABC, Generic[SummaryT]):
-    """The loop. The weights have had `step` updates; `position` sequences have been read."""
+    """Loop of a run. The weights have had `step` updates; `position` sequences have been read."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self.team = spec.team
         self.step, self.position = state.step, state.position
         self.saved = checkpoint.newest(folder.checkpoints) if state.step else None
-        with self.team.first_before_others():  # which may read what is left of the file
+        with self.team.first_before_others():  # others may read the file that the first cuts
             self.metrics = MetricsFile(folder.metrics, state.step) if self.team.is_first else None
         self.optimizer = session.optimizer
         self.scheduler = make_scheduler(
@@ -107,23 +107,23 @@ class Loop(abc.ABC, Generic[SummaryT]):
     def summary(self, interrupted: bool, seconds: float) -> SummaryT: ...
 
     def before_steps(self) -> None:
-        """Called before the first step of this process."""
+        """Hook before the first step of this process."""
 
     def after_evaluation(self, metrics: EvalMetrics) -> None:
-        """Called after each evaluation."""
+        """Hook after each evaluation."""
 
     def after_steps(self) -> None:
-        """Called after the last step of this process."""
+        """Hook after the last step of this process."""
 
     def finish(self) -> SummaryT:
-        """Takes all steps that are left."""
+        """Take all remaining steps, and return the summary."""
         began = time.perf_counter()
         interrupted = self._run()
         self.after_steps()
         return self.summary(interrupted, time.perf_counter() - began)
 
     def _run(self) -> bool:
-        """Takes the steps; returns whether it was stopped before the last one."""
+        """Take the steps; return whether the run was stopped before the last one."""
         spec, run = self.spec, self.spec.config.run
         if self.step >= spec.steps:
             self.display.say(
@@ -174,7 +174,8 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self._record(work, lr, time.perf_counter() - began)
 
     def check_finite(self, loss: float) -> None:
-        """To be called before backward, in which updates start: a NaN must not reach a weight."""
+        """Raise if the loss is not finite. Called before backward, in which updates start: a NaN
+        must not reach a weight."""
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss is {loss}, and no weight was updated with it")
 

@@ -1,4 +1,4 @@
-"""What a run is built from."""
+"""Specification of a run: settings, team, and numbers that follow from them."""
 
 import abc
 import dataclasses
@@ -22,11 +22,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters."""
+    """Numbers of parameters of a model."""
 
     dense: int
     experts: int
-    """Of all experts."""
+    """Parameters of all experts."""
     used: float
     """Share of the experts that a token uses."""
 
@@ -37,7 +37,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class RunSpec(abc.ABC):
-    """Everything a run is built from, decided and checked before any memory is allocated."""
+    """Specification of a run, decided and checked before any memory is allocated."""
 
     config: RunConfig
     device: torch.device
@@ -48,9 +48,9 @@ class RunSpec(abc.ABC):
     warmup: int
     eval_every: int
     data_digest: str
-    """Changes with the data."""
+    """Digest of the data."""
     model_facts: dict[str, Fact]
-    """What determines the tensors of the model."""
+    """Facts that determine the tensors of the model."""
     team: Team
 
     @property
@@ -60,7 +60,8 @@ class RunSpec(abc.ABC):
 
     @property
     def facts(self) -> dict[str, Fact]:
-        """What must be equal to resume from a checkpoint: tensors, and the order of the data."""
+        """Facts that must be equal to resume from a checkpoint: tensors, and the order of the
+        data."""
         return {
             **self.model_facts,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -90,7 +91,8 @@ class RunSpec(abc.ABC):
         )
 
     def with_activations(self, budgets: Budgets, hidden_size: int, n_blocks: int) -> Budgets:
-        """In stages on a GPU, hidden states before each block wait in host memory."""
+        """The budgets with host memory reserved for hidden states: in stages on a GPU, those before
+        each block wait there."""
         if self.config.stages is None or self.device.type != "cuda":
             return budgets
         data = self.config.data
@@ -102,19 +104,19 @@ class RunSpec(abc.ABC):
 
     @abc.abstractmethod
     def model_size(self) -> ModelSize:
-        """How many parameters the model has."""
+        """The numbers of parameters of the model."""
 
     @abc.abstractmethod
     def load_model(self) -> Any:
         """The offloaded model, within `budgets`."""
 
     def prepare(self, model: Any) -> nn.Module:
-        """The model with what the config freezes or adds."""
+        """The model, with frozen parameters and adapters as the config says."""
         return cast(nn.Module, model)
 
 
 def check_stages(count: int, n_blocks: int, model: str) -> None:
-    """Raises if the model cannot be divided into so many stages."""
+    """Raise if the model cannot be divided into `count` stages."""
     if count > n_blocks:
         raise ConfigError(
             f"--stages {count}: a stage needs a block, and {model} has {n_blocks} blocks; give 1 "

@@ -11,14 +11,15 @@ from overspill.train.run_spec import RunSpec
 
 _LONG_S = 12 * 3600
 _UPDATES_PER_CORE = 0.33e9
-"""Parameters that a core updates in a second: bench/adam.py, where memory is no limit."""
+"""Parameters that a core updates in a second, as measured by bench/adam.py without a limit of
+memory bandwidth."""
 _SLOWEST = 1e8
 """Operations in a second that any CPU exceeds."""
 _SIZE, _ROUNDS = 512, 3
 
 
 def warnings_before(spec: RunSpec) -> Iterator[str]:
-    """What the user should know before memory is allocated and files are written."""
+    """Warnings for the user before memory is allocated and files are written."""
     folder = spec.budgets.folder
     # a folder whose parent does not exist is an error a moment later
     if folder is not None and folder.absolute().parent.exists() and is_on_root(folder):
@@ -33,7 +34,7 @@ def warnings_before(spec: RunSpec) -> Iterator[str]:
 
 
 def _long_run(spec: RunSpec, rate: float) -> Iterator[str]:
-    """With `rate`, operations in a second."""
+    """The warning for a long run on a CPU that computes `rate` operations in a second."""
     size, trained = spec.model_size(), spec.config.trains_experts
     tokens = spec.config.sequences_per_step * spec.seq_len
     # forward, forward again in backward, and the gradients of inputs and of weights

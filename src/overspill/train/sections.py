@@ -1,4 +1,4 @@
-"""The settings that training and fine-tuning share. Imports no torch: --help reads this file."""
+"""Settings of both training and fine-tuning. Imports no torch: --help reads this file."""
 
 import abc
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class RunConfig(Config, abc.ABC):
-    """What the configs of all runs have in common."""
+    """Base of the configs of all runs."""
 
     model: Any
     data: BatchSection = field(default_factory=BatchSection)
@@ -133,11 +133,11 @@ class RunConfig(Config, abc.ABC):
 
     @property
     def stages(self) -> int | None:
-        """The pipeline stages of the model; None: it is not divided."""
+        """The number of pipeline stages of the model; None if it is not divided."""
         return self.memory.stages if self.memory.stages > 1 else None
 
     def stage_ranks(self, node_size: int) -> int:
-        """How many of a node's ranks divide the stages; the others divide the experts."""
+        """The number of a node's ranks that divide the stages; the others divide the experts."""
         stages, asked = self.memory.stages, self.memory.stage_gpus
         if asked is None:
             most = min(stages, node_size)

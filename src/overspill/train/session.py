@@ -20,7 +20,7 @@ from overspill.train.run_warnings import warnings_before
 
 @dataclass(frozen=True)
 class Session:
-    """What a run trains."""
+    """The model, engine and optimizer that a run trains."""
 
     model: nn.Module
     engine: Engine
@@ -31,7 +31,7 @@ Builder = Callable[[RunSpec], Session]
 
 
 def build_session(spec: RunSpec) -> Session:
-    """Allocates the memory and builds model and optimizer."""
+    """Allocate the memory, and build model and optimizer."""
     optim = spec.config.optim
     model = spec.load_model()
     engine = cast(Engine, model.overspill)
@@ -57,7 +57,8 @@ def build_session(spec: RunSpec) -> Session:
 def open_session(
     spec: RunSpec, folder: RunFolder, display: Display, build: Builder
 ) -> Iterator[tuple[Session, TrainState]]:
-    """The session of a run and the state it starts from, while no other run uses `folder`."""
+    """Open the session of a run and the state from which it starts, while no other run uses
+    `folder`."""
     first = spec.team.is_first
     with folder if first else nullcontext():
         if first and not spec.config.run.resume:
@@ -70,7 +71,7 @@ def open_session(
         try:
             spec.team.follow(session.engine)
             display.say(session.engine.describe())
-            # Only now: a run that could not be built leaves no files.
+            # Only now, because a run that could not be built leaves no files.
             if first:
                 folder.write_config(spec.config)
             state = TrainState(0, 0, spec.data_digest, spec.facts)
@@ -78,12 +79,12 @@ def open_session(
                 state = checkpoint.load(start, session.model, session.engine, session.optimizer)
             yield session, state
         finally:
-            # Also after an error or a second Ctrl-C: stops the threads of the engine.
+            # Also after an error or a second Ctrl-C: this stops the threads of the engine.
             session.engine.close()
 
 
 def _find_start(folder: RunFolder, spec: RunSpec, display: Display) -> Path | None:
-    """The checkpoint to resume from; that it fits is checked before any memory is allocated."""
+    """The checkpoint to resume from, if any; checked before any memory is allocated."""
     if spec.team.is_first:
         checkpoint.clean(folder.checkpoints)
     start = checkpoint.newest(folder.checkpoints)

@@ -128,5 +128,5 @@ class Team:
             self._joined.watchdog.follow(engine.ranks, engine.recorder.total_bytes)
 
     def steps(self) -> AbstractContextManager[Any]:
-        """A block in which every rank makes progress, or all end."""
+        """A block in which every rank makes progress; otherwise the watchdog ends all ranks."""
         return nullcontext() if self._joined is None else self._joined.watchdog.steps()

@@ -28,14 +28,14 @@ def train(
     """Trains as `config` says and returns the summary that `overspill train` prints."""
     team = team or Team()
     folder = team.first_decides(lambda: choose_folder(config))
-    with team.first_before_others():  # which find the tokens in the cache
+    with team.first_before_others():  # the others find the tokens in the cache
         spec = plan_training(config, display.say, team)
     with open_session(spec, folder, display, build) as (session, state):
         return Trainer(spec, folder, session, state, display).finish()
 
 
 class Trainer(Loop[Summary]):
-    """The loop over tokenized text."""
+    """Loop over tokenized text."""
 
     spec: TrainSpec
 
@@ -67,7 +67,8 @@ class Trainer(Loop[Summary]):
         return StepWork(losses, sequences=len(batch[0]), tokens=batch[0].numel())
 
     def _accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> Losses:
-        """Each micro-batch passes all layers before the next begins, or all of them a stage."""
+        """Compute micro-batches one after another: each passes all layers before the next begins,
+        or with stages all of them pass a stage before the next one."""
         total = Losses(0.0, 0.0, 0.0)
         share = self.team.n_stages / count  # one rank along stages has the losses
 
