@@ -136,7 +136,7 @@ class Even:
 
 
 class Work(NamedTuple):
-    """What is measured with one LLM."""
+    """Measurements with one LLM."""
 
     name: str
     slots: int = 0

@@ -35,7 +35,7 @@ def tiny() -> Any:
 
 
 class Run:
-    """Speeds of a model with some ranks, and what it reads for a token."""
+    """Speeds of a model with some ranks, and bytes that it reads for a token."""
 
     def __init__(self, args: argparse.Namespace, ranks: LowRanks) -> None:
         self.args = args
@@ -59,7 +59,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def _speeds(self, model: Any, slots: int) -> list[float]:
-        """With so many slots for experts in host memory, and then the same routing for any
+        """Speeds with some slots for experts in host memory, with the same routing for any
         adapter."""
         drawn = routed_by(model, drawn_routing(model)) if slots else nullcontext()
         with overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm, drawn:

@@ -35,7 +35,7 @@ QUARTER = 384
 
 
 class Bench:
-    """The parts, with what they share."""
+    """The parts of the benchmark, and their shared settings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.smoke = args, args.smoke
@@ -43,7 +43,7 @@ class Bench:
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Of host memory."""
+        """Bandwidth of host memory."""
         return 1e9 if self.smoke else host_bandwidth()
 
     def config(self, layers: int) -> Any:
@@ -165,7 +165,7 @@ class Case(NamedTuple):
     """Where experts of W2 are, for one request."""
 
     prefix: str = ""
-    """Of its metrics."""
+    """Prefix of the names of its metrics."""
     on_gpu: bool = False  # all experts
     plain_slots: int = 0
     """Slots have the bytes of so many experts in bf16."""
@@ -223,7 +223,7 @@ def write_w2(bench: Bench, model: Any, work: W2, plain: dict[Case, list[float]])
 def run_case(
     bench: Bench, model: Any, case: Case, plain: list[float] | None
 ) -> tuple[list[float], dict[str, Metric], Limit | None]:
-    """Tokens a second; with those of bf16 also what a record has of them."""
+    """Tokens a second; with the tokens a second of bf16, also their ratio."""
     engine = model.overspill
     engine.set_residents([engine.n_experts if case.on_gpu else 0] * engine.n_layers)
     slots = case.plain_slots * engine.shape.numel * 2 // engine.layout.weight_bytes
@@ -251,7 +251,7 @@ def run_case(
 
 
 def compared(speeds: list[float], plain: list[float]) -> dict[str, Metric]:
-    """Tokens a second, and how many times those of bf16 they are."""
+    """Tokens a second, and their ratio to those of bf16."""
     middle = statistics.median(plain)
     return {
         "tokens_per_second": metric(speeds, "tokens/s"),

@@ -74,7 +74,7 @@ def wait_of_short(
 
 
 def operations(config: Any, tokens: int) -> float:
-    """Of a prompt: matrix products of the weights of each token, and attention."""
+    """Operations of a prompt: matrix products of the weights of each token, and attention."""
     d, width = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     experts = config.num_experts_per_tok * 3 * d * config.moe_intermediate_size

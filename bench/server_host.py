@@ -24,7 +24,7 @@ CONTEXT = 4096
 
 
 def tiny() -> Any:
-    """The same family as W2, for the CPU."""
+    """A model of the same family as W2, for the CPU."""
     return Qwen3MoeConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
