@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from packed_models import PLAIN, random_model
 from record import Limit, Metric, metric, write_record
-from serve import HBM, PCIE, Even, decode, host_bandwidth, token_bytes
-from serve_prefill import MATRIX, Prompts, operations, qwen, speed
-from transformers import Qwen3MoeConfig
+from serve import HBM, PCIE, Even, decode, host_bandwidth, qwen, tiny_qwen, token_bytes
+from serve_prefill import MATRIX, Prompts, operations, speed
 
 import overspill
 from overspill.core.garbage import short_collections
@@ -47,14 +46,7 @@ class Bench:
         return 1e9 if self.smoke else host_bandwidth()
 
     def config(self, layers: int) -> Any:
-        if not self.smoke:
-            return qwen(layers)
-        return Qwen3MoeConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            num_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
-            tie_word_embeddings=False,
-        )  # fmt: skip
+        return tiny_qwen() if self.smoke else qwen(layers)
 
     @contextmanager
     def model(self, layers: int, name: str, **given: Any) -> Iterator[Any]:
