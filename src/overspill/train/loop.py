@@ -3,18 +3,20 @@
 import abc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
 from overspill.core.garbage import short_collections
 from overspill.hardware import machine
+from overspill.models.stages.stages import Stages
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 from overspill.trace.spans import STEP
@@ -94,6 +96,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self.last: StepMetrics | None = None
         self.eval_loss: float | None = None
         self.timed_tokens, self.timed_seconds = 0, 0.0
+        self.stages = None if spec.config.stages is None else Stages(session.model)
 
     @abc.abstractmethod
     def backward(self) -> StepWork:
@@ -105,6 +108,20 @@ class Loop(abc.ABC, Generic[SummaryT]):
 
     @abc.abstractmethod
     def summary(self, interrupted: bool, seconds: float) -> SummaryT: ...
+
+    def backward_each(
+        self, micro_batches: Sequence[dict[str, Any]], loss: Callable[[int, Any], Tensor]
+    ) -> None:
+        """Compute the gradients of micro-batches, given as arguments of the model: each passes all
+        layers before the next begins, or with stages all of them pass a stage before the next one.
+        `loss` returns the loss of a micro-batch from its number and the model's output."""
+        if self.stages is not None:
+            self.stages.backward(micro_batches, self.optimizer, loss)
+            return
+        for number, inputs in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            with nullcontext() if last else self.optimizer.accumulate():
+                loss(number, self.session.model(**inputs)).backward()
 
     def before_steps(self) -> None:
         """Hook before the first step of this process."""

@@ -3,7 +3,7 @@ model."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from overspill.models.huggingface.dictionaries import capacities_kept
 from overspill.models.huggingface.save import save
-from overspill.models.stages.stages import Stages
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
 from overspill.train.export import export
@@ -167,7 +166,6 @@ class Finetuner(Loop[FinetuneSummary]):
         self.config, self.data = spec.config, spec.data
         self.order = BatchOrder(len(self.data.train), self.config.run.seed)
         self.outputs = Outputs(folder.path)
-        self.stages = None if self.config.stages is None else Stages(session.model)
         self.evaluations = _past_evaluations(folder.metrics)
 
     # -- steps ------------------------------------------------------------------------------
@@ -195,15 +193,7 @@ class Finetuner(Loop[FinetuneSummary]):
             loss: Tensor = output.loss
             return loss * micro_batch.share
 
-        if self.stages is not None:
-            self.stages.backward([each.inputs for each in micro_batches], self.optimizer, loss_of)
-        else:
-            for number, micro_batch in enumerate(micro_batches):
-                last = number == len(pieces) - 1
-                with nullcontext() if last else self.optimizer.accumulate():
-                    output = self.session.model(**micro_batch.inputs)
-                    loss_of(number, output).backward()
-                    del output
+        self.backward_each([each.inputs for each in micro_batches], loss_of)
         tokens = sum(len(row.tokens) for row in rows)
         if self.spec.seq2seq:
             tokens += learned
