@@ -157,13 +157,13 @@ class Requests:
 
 
 class Measured(NamedTuple):
-    """Of a format and a number of tokens of each expert."""
+    """Times of a format with a number of tokens of each expert."""
 
     name: str
     tokens: int
     nbytes: int
     seconds: list[float]
-    """Of a request, for each repeat."""
+    """Seconds of a request, for each repeat."""
     unpacked: float | None
 
 

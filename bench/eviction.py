@@ -1,4 +1,4 @@
-"""Caches of experts on a recorded routing: what is kept, how often it hits, and the optimum.
+"""Caches of experts on a recorded routing: policies, hit rates, and the optimum.
 
 Shapes: T tokens, L layers, E experts of a layer, N needed experts of a layer; ids may repeat.
 """
@@ -32,11 +32,13 @@ class Belady(Policy):
 def retained(
     scores_LE: Floats, cached_LE: Mask, needed_LE: Mask, room: int, *, optional: bool = False
 ) -> Mask:
-    """What is in a cache of `room` experts a layer after `needed_LE` were used: of these and of the
-    cached, those with the highest scores. Needed experts come first, or with `optional`, where
-    they can be used without a GPU slot, have to have a higher score than others too.
+    """Contents of a cache of `room` experts a layer after `needed_LE` were used: of these and of
+    the cached experts, those with the highest scores.
 
-    Slots that all layers share are those of a single layer: give arrays of one row."""
+    Needed experts come first. With `optional`, where they can be used without a GPU slot, they too
+    need a higher score than others. Slots that all layers share are those of a single layer: give
+    arrays of one row.
+    """
     rank_LE = (cached_LE | needed_LE).astype(np.int8)
     if not optional:
         rank_LE += needed_LE

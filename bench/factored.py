@@ -66,7 +66,7 @@ class Bench:
         kernel_backward(rows, [expert], self.shape, self.threads, gradients=[gradient])
 
     def works(self) -> dict[str, Callable[[int], Any]]:
-        """By name, what is timed for an expert, in this order."""
+        """The timed functions of an expert by their names, in this order."""
         formed, factored, threads = GradientKind.FORMED, GradientKind.FACTORED, self.threads
         return {
             "backward, formed": lambda n: self.backward(n, self.formed[n], formed),

@@ -88,15 +88,15 @@ def home_share(name: str) -> float:
 
 
 def on_gpu(row: int) -> tuple[int, float]:
-    """Of the record of moe-l, whose steps have 32×1024 tokens: the number of experts, and seconds
-    of a step with everything on the GPU."""
+    """Times of the record of moe-l, whose steps have 32×1024 tokens: the number of experts, and
+    seconds of a step with everything on the GPU."""
     found = read("scale-moe-l")["table"][row]
     return found["experts"], 32 * 1024 / float(found["tokens/s, all on GPU"].replace(",", ""))
 
 
 def measured_rates() -> NodeRates:
-    """Of the reference machine, from records of moe-l, so that those of W1 are left to check the
-    forecasts. GPUs exchange tokens through host memory."""
+    """Rates of the reference machine, from records of moe-l, so that the records of W1 are left to
+    check the forecasts. GPUs exchange tokens through host memory."""
     n_experts, seconds = on_gpu(0)
     model = moe_l(n_experts)
     work = model.work(32 * 1024)
@@ -166,7 +166,8 @@ def predictions(rates: NodeRates) -> list[dict[str, Any]]:
 def _prediction(
     name: str, model: Model, batch: int, each: bool, exchange: str, node: NodeRates, experts: str
 ) -> dict[str, Any]:
-    """With `each`, more GPUs train with more tokens a step."""
+    """Forecasts for several numbers of GPUs. With `each`, more GPUs train with more tokens a
+    step."""
     cells, speeds = {}, {}
     resident = experts == "resident"
     for n in GPUS:

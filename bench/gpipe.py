@@ -75,8 +75,8 @@ class GPipe:
 
     @contextmanager
     def _loaded(self, blocks: range, following: range | None = None) -> Iterator[None]:
-        """The parameters of a stage are on the device; those of the `following` one are copied
-        meanwhile."""
+        """Hold the parameters of a stage on the device within the block; meanwhile copy those of
+        the `following` one."""
         if not self._offload:
             yield
             return
@@ -127,7 +127,7 @@ class GPipe:
         """The passes of a step; returns the mean loss."""
         count, stages, total = len(micro_batches), self._stages, 0.0
         passed: list[Passing | None] = [None] * count
-        # by stage and micro-batch: what a stage has returned, and the gradients of that
+        # by stage and micro-batch: outputs of a stage, and their gradients
         ends: list[list[list[Tensor]]] = [[] for _ in stages]
         grads: list[list[dict[int, Tensor]]] = [[{} for _ in micro_batches] for _ in stages]
         for place, stage in enumerate(stages):

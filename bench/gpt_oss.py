@@ -13,9 +13,9 @@ from transformers import GptOssConfig
 from overspill.models.huggingface.load import random_dense
 
 LAYER_GB = 1.76
-"""Of packed experts, and attention."""
+"""GB of a layer: packed experts, and attention."""
 DENSE_GB = 2.3
-"""Of the rest."""
+"""GB of all other weights."""
 
 
 def gpt_oss(layers: int = 36, smoke: bool = False) -> Any:
@@ -30,8 +30,8 @@ def gpt_oss(layers: int = 36, smoke: bool = False) -> Any:
 
 
 def write_checkpoint(folder: Path, config: Any) -> None:
-    """As gpt-oss is published: experts in MXFP4, with random codes. One shard has all dense
-    weights, and one each the experts of a layer."""
+    """Write a checkpoint in the published form of gpt-oss: experts in MXFP4, with random codes. One
+    shard has all dense weights, and each other one the experts of a layer."""
     with repeated_values():
         made, model = random_dense(config, torch.bfloat16, False)
     folder.mkdir(parents=True)

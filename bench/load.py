@@ -82,7 +82,7 @@ def timed_load(checkpoint: Path, args: argparse.Namespace) -> tuple[Any, dict[st
     engine = model.overspill
     size = checkpoint_bytes(checkpoint)
     fill = marks["filling the store ends"] - marks["filling the store begins"]
-    stored = engine.shape.numel * engine.dtype.itemsize  # what is read of an expert
+    stored = engine.shape.numel * engine.dtype.itemsize  # bytes of an expert that are read
     if args.gpt_oss:
         stored = engine.layout.weight_bytes
     filled = (engine.n_layers * engine.n_experts - 1) * stored

@@ -73,7 +73,7 @@ class Text:
 
 
 class Judged(NamedTuple):
-    """By distance."""
+    """Accuracies of predictions, by distance."""
 
     gates: dict[int, Accuracy]
     learned: dict[int, Accuracy]
@@ -195,8 +195,8 @@ def run_training(
     args: argparse.Namespace,
     table: list[dict[str, Any]],
 ) -> None:
-    """Steps with few tokens and all experts in host memory: uploads ahead follow what is
-    expected."""
+    """Steps with few tokens and all experts in host memory: uploads ahead depend on the expected
+    experts."""
     for popularity in ("history", "learned"):
         model = new_model(n_experts, args)
         model.load_state_dict(weights)

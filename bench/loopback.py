@@ -35,7 +35,7 @@ _HERE = Path(__file__).parent
 
 
 def loop_back(engine: Engine, exchange: Exchange) -> None:
-    """From the next pass on, token rows of the engine's one process travel through `exchange`."""
+    """From the next pass on, send the token rows of the engine's one process through `exchange`."""
     assert engine.ranks is None, "rows of several ranks travel already; offload without a mesh"
     with engine.exclusive():
         placer = RowPlacer(exchange.size, None)
@@ -85,7 +85,7 @@ class LoopbackExchange(Exchange):
             self._host_link = HostLink(self._link.stream, self._rate is not None)
 
     def _mark(self) -> StreamEvent:
-        """The same event each time: its streams wait for it before the next transfer."""
+        """Record the same event each time: the streams wait for it before the next transfer."""
         if self.device.type != "cuda":
             return super()._mark()
         self._ready.record(current_stream(self.device))
@@ -122,7 +122,7 @@ def _copy_at_rate(target: Tensor, host: Tensor, source: Tensor, nanoseconds: int
 
 
 class Link(ctypes.Structure):
-    """As in loopback.cpp."""
+    """Rates and times of a link, with the layout of loopback.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("copy", "record", "wait", "launch")),

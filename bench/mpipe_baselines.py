@@ -89,7 +89,7 @@ class _Baseline(nn.Module, abc.ABC):
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         weights_TK, ids_TK, balance = self.router(x_TD)
         order_R = ids_TK.view(-1).argsort(stable=True)
-        torch.bincount(ids_TK.view(-1)).tolist()  # the host must know what goes to which rank
+        torch.bincount(ids_TK.view(-1)).tolist()  # the host needs the rows of each rank
         y_RD = self._experts(x_TD.index_select(0, order_R // ids_TK.shape[1]))
         y_TKD = y_RD.index_select(0, order_R.argsort()).view(*ids_TK.shape, -1)
         return (y_TKD * weights_TK.unsqueeze(-1)).sum(1).to(x_TD.dtype), balance

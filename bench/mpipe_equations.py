@@ -1,4 +1,4 @@
-"""The memory of a layer and what partitions that share memory save: equations 1 to 6 of MPipeMoE.
+"""Memory of a layer and savings of partitions that share memory: equations 1 to 6 of MPipeMoE.
 
 Shapes: B token rows, M (d_model), H (d_hidden), n partitions.
 """

@@ -1,4 +1,4 @@
-"""How many partitions are chosen, and what the search for them costs."""
+"""Numbers of partitions that layers choose, and the cost of the search for them."""
 
 import operator
 import statistics
@@ -32,19 +32,19 @@ TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 class Search(NamedTuple):
-    """Of one adaptive layer and batch size; milliseconds of a step."""
+    """Times of one adaptive layer and batch size, in milliseconds of a step."""
 
     chosen: int
     trials: list[float]
-    """Of the steps in which the search ran, one by one."""
+    """The steps in which the search ran, one by one."""
     as_many: list[float]
-    """Of as many steps of a layer that has the chosen number from the beginning."""
+    """As many steps of a layer that has the chosen number from the beginning."""
     after: float
     """After the search."""
 
     @property
     def overhead(self) -> float:
-        """What the search has cost, in percent of 100 steps with the chosen number."""
+        """Cost of the search, in percent of 100 steps with the chosen number."""
         return 100 * (sum(self.trials) - sum(self.as_many)) / (100 * self.after)
 
 
@@ -53,7 +53,7 @@ class Granularity(NamedTuple):
 
     tokens: int
     fixed: dict[int, float]
-    """By the number of partitions."""
+    """Times with fixed numbers of partitions."""
     searches: list[Search]
 
     @property
@@ -119,8 +119,9 @@ def granularity_row(spec: Layer, found: Granularity) -> Row:
 
 def granularity(setup: Setup) -> None:
     table, all_found = [], []
+    n_searches = len(setup.few(range(SEARCHES)))
     for spec in map(setup.layer, (GPT_XL, W1)):
-        for found in measure_all(setup, spec, setup.few(TOKENS), SEARCHES):
+        for found in measure_all(setup, spec, setup.few(TOKENS), n_searches):
             table.append(granularity_row(spec, found))
             show(table[-1])
             all_found.append(found)
@@ -128,7 +129,7 @@ def granularity(setup: Setup) -> None:
     best = sum(each.chosen == found.best for found, each in searches)
     config = {
         "row": "adaptive number of partitions, time above the best fixed one",
-        "compare": f"{RATE} GB/s; {SEARCHES} layers, medians of these; the best number is chosen "
+        "compare": f"{RATE} GB/s; {n_searches} layers, medians of these; the best number is chosen "
         f"in {best} of {len(searches)} searches",
     }
     metrics = {

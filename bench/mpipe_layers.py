@@ -43,7 +43,7 @@ class Layer:
     top_k: int
     gated: bool
     tokens: int
-    """Of a batch that takes some milliseconds: launches take as long for a small one."""
+    """Tokens of a batch that takes some milliseconds: launches take as long for a small one."""
     device: torch.device = GPU
     dtype: torch.dtype = torch.bfloat16
 
@@ -132,8 +132,11 @@ class Setup:
 
 
 def milliseconds(work: Work, device: torch.device, calls: int = 1) -> float:
-    """Of one of `calls` calls, on the compute stream. They follow each other as steps of a training
-    do: the host queues the next one while the GPU works."""
+    """Milliseconds of one of `calls` calls, on the compute stream.
+
+    They follow each other as steps of a training do: the host queues the next one while the GPU
+    works.
+    """
     begin = Timestamp(device)
     for _ in range(calls):
         work()
@@ -146,10 +149,13 @@ def milliseconds(work: Work, device: torch.device, calls: int = 1) -> float:
 def medians(
     works: Mapping[K, Work], device: torch.device, rounds: int = 5, calls: int = 2
 ) -> dict[K, float]:
-    """Milliseconds of one call of each. All take turns, so that what changes with time, such as the
-    clock of the GPU, changes them alike; each round has another order, because a step that waits
-    for the host depends on what the host has done before. The first call of a turn does not count:
-    it finds the caches as the work before has left them. A CPU, for smoke tests, has one call."""
+    """Milliseconds of one call of each function.
+
+    All take turns, so that slow changes, such as the clock of the GPU, affect them alike; each
+    round has another order, because a step that waits for the host depends on earlier work of the
+    host. The first call of a turn does not count: caches have the data of other work. A CPU, for
+    smoke tests, has one call.
+    """
     found: dict[K, list[float]] = {key: [] for key in works}
     order, shuffle = list(works), random.Random(0).shuffle
     if device.type != "cuda":

@@ -1,9 +1,9 @@
 """The memory that partitions save by sharing it.
 
-The paper's bound is a ratio: equation 5, what sharing saves, divided by the memory of a layer whose
-partitions share nothing (equations 1, 2 and 4), is equation 6. Here no such layer with several
-partitions exists: torch's allocator lets them share gradients of activations in any case. One
-partition that keeps its activations shares nothing, so ratios are those to it.
+The paper's bound is a ratio: equation 5, the memory that sharing saves, divided by the memory of a
+layer whose partitions share nothing (equations 1, 2 and 4), is equation 6. Here no such layer with
+several partitions exists: torch's allocator lets them share gradients of activations in any case.
+One partition that keeps its activations shares nothing, so ratios are those to it.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ _MIB = 2**20
 
 
 class Saving(NamedTuple):
-    """Peaks of one training step in bytes, and what the paper predicts."""
+    """Peaks of one training step in bytes, and the prediction of the paper."""
 
     unshared: int
     """One partition that keeps its activations."""

@@ -53,7 +53,7 @@ class Comparison:
         return Chosen(method, partitions, strategy)
 
     def milliseconds(self, methods: list[Chosen]) -> dict[str, float]:
-        """Of a forward and backward with each."""
+        """Milliseconds of a forward and backward with each method."""
         exchange = self.setup.link(self.rate)
         works: dict[str, Work] = {
             chosen.method: self.spec.step(chosen.build(self.spec, exchange), self.tokens)

@@ -66,13 +66,13 @@ class Overlap(NamedTuple):
     one: float
     """A step with one partition."""
     best: float
-    """With the best fixed number of partitions."""
+    """Time with the best fixed number of partitions."""
     adaptive: float
-    """With the number that the layer has chosen."""
+    """Time with the number that the layer has chosen."""
 
     @property
     def gain(self) -> float:
-        """Of the layer as it is used: below 1 if it has chosen badly."""
+        """Gain of the layer with its own choice: below 1 if it has chosen badly."""
         return self.one / self.adaptive
 
     @property

@@ -24,8 +24,8 @@ def strategy_times(setup: Setup, spec: Layer, tokens: int, rate: float) -> dict[
 
 
 def measured_speeds(setup: Setup, spec: Layer, tokens: int, rate: float) -> reuse.Speeds:
-    """What a layer that chooses its strategy measures in its first step. A CPU measures nothing:
-    its speeds are made up, for smoke tests."""
+    """Speeds that a layer measures in its first step to choose its strategy. A CPU measures
+    nothing: its speeds are made up, for smoke tests."""
     layer = spec.build(setup.link(rate), partitions=N)
     spec.step(layer, tokens)()
     if setup.smoke:
@@ -52,7 +52,7 @@ def selection(spec: Layer, speeds: reuse.Speeds, ms: dict[str, float]) -> tuple[
 
 
 def strategy_figures(above: list[list[float]]) -> tuple[str, dict[str, Metric]]:
-    """What to compare with, and the metrics."""
+    """Comparison with other choices, as text, and the metrics."""
     good = [sum(share <= 5 for share in shares) for shares in zip(*above, strict=True)]
     always = ", ".join(f"{name} {n}" for name, n in zip(REUSING, good[2:], strict=True))
     compare = (

@@ -33,7 +33,7 @@ are H. Others, such as the exchange of routing weights, belong to no partition."
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is recorded."""
+    """Work of a timeline."""
 
     layer: str = GPT_XL.name
     tokens: int = 131072

@@ -44,7 +44,7 @@ FEW: dict[str, tuple[tuple[int, ...], object, str, object]] = {
     "group (32, 16, 2)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(32, 16, 2)),
     "group (128, 16, 8)": ((16, 64), constants, "PACKED_GROUP_TILE", Tile(128, 16, 8)),
 }
-"""Changes that `--few` measures: with how many tokens, and what is set to what."""
+"""Changes that `--few` measures: numbers of tokens, and the attribute that is set to a value."""
 
 
 class Row(NamedTuple):
@@ -85,7 +85,7 @@ class Layers:
         return y
 
     def microseconds(self, batch: int) -> tuple[float, float]:
-        """Of a layer; and bytes a second that it reads of its experts."""
+        """Microseconds of a layer, and bytes of its experts that it reads in a second."""
         step, read = self.prepare(batch)
         seconds = time_graph(step) / self.layers
         return 1e6 * seconds, read / seconds
@@ -141,7 +141,7 @@ def time_graph(step: Callable[[], object]) -> float:
 
 
 def try_tiles(layers: Layers, name: str) -> list[Row]:
-    """Each kernel with other tiles, others as they are."""
+    """Time each kernel with other tiles, with the tiles of the others unchanged."""
     rows = []
     for batch, names, tiles in TRIED:
         for which in names:

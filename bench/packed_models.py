@@ -24,7 +24,7 @@ from overspill.tiers.layout import NO_LOW_RANKS, LowRanks, RecordLayout
 
 PLAIN = "bf16"
 _SCALES = {torch.uint8: 120, torch.bfloat16: 0.0045, torch.float16: 0.0045, torch.float32: 3.3e-4}
-"""By their type; weights are then as large as initial ones."""
+"""Scales by type; weights are then as large as initial ones."""
 _BLOCK = (1 << 22) - 3
 """Random values that are repeated, because drawing many gigabytes takes minutes. A prime number: no
 row is repeated in a matrix."""
@@ -33,8 +33,8 @@ _TRACE = 16_384
 
 
 class RandomExperts:
-    """Experts with random codes, packed like those of a quantized checkpoint. Each has the same
-    random bytes, from another place on."""
+    """Experts with random codes, packed like those of a quantized checkpoint. All have the same
+    random bytes, each from another start."""
 
     buffer_bytes, ranks = 0, NO_LOW_RANKS
 

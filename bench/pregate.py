@@ -27,7 +27,7 @@ from overspill.simulate import DrawnRouting, routed_by
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COPIED = "pre-gated, copied"
-"""As in the paper: nothing is computed by the CPU."""
+"""Mode of the paper: the CPU computes nothing."""
 COPYING = ("on-demand", "prefetch-all", "lookahead", COPIED)
 GPU_ONLY = "gpu-only"
 
@@ -127,7 +127,7 @@ def show(mode: str, found: Speed) -> None:
 
 
 def compare_tokens(found: dict[str, Speed]) -> list[str]:
-    """The modes whose greedy tokens are not those of the first one. With bf16 the CPU rounds
+    """The modes whose greedy tokens differ from those of the first one. With bf16 the CPU rounds
     differently."""
     first, expected = next((mode, each.token_ids) for mode, each in found.items())
     others = [
@@ -257,8 +257,8 @@ def run_cache(args: argparse.Namespace) -> None:
 
 
 def run_memory(args: argparse.Namespace) -> None:
-    """Peak memory, and of that the parameters: without what GPU-only needs for everything else,
-    such as keys and values. GPU slots for prompts are as few as possible."""
+    """Peak memory, and its part for parameters: without the memory that GPU-only needs for
+    everything else, such as keys and values. GPU slots for prompts are as few as possible."""
     model = build(switch(128), slots=2)
     engine = model.overspill
     dense = sum(p.nbytes for p in model.parameters() if p.device.type == DEVICE)

@@ -39,7 +39,7 @@ POLICIES = {"LRU": "least recently used leave", "LFU": "least often used leave"}
 _INK, _FAINT = "#22272e", "#d5dae0"
 Row = dict[str, Any]
 Tables = list[list[Row]]
-"""Those of the records of a picture."""
+"""The tables of the records of a picture."""
 
 
 def draw_latency(axes: "Sequence[Axes]", tables: Tables) -> None:
@@ -129,7 +129,7 @@ def _draw_groups(axes: "Axes", tables: Tables, column: str) -> None:
 
 
 class Plot(NamedTuple):
-    """A picture of some records, of those that exist."""
+    """A picture of some records; records that do not exist are left out."""
 
     name: str
     records: Sequence[str]

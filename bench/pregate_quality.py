@@ -78,7 +78,7 @@ class Clock:
 
 
 def measure(models: Models, args: argparse.Namespace, found: list[Measurement]) -> bool:
-    """Adds what is missing to `found`; whether there was time for everything."""
+    """Add missing measurements to `found`; return whether there was time for all."""
     clock = Clock(args.budget_s)
     known = {(one.task, one.seed, one.figure.level) for one in found if one.figure.when == AFTER}
     wanted = [(part, seed, level) for part in args.parts for seed in args.seeds for level in LEVELS]
@@ -120,11 +120,11 @@ class Results:
         }
 
     def values(self, level: int, when: str) -> list[float]:
-        """One of each seed; none for what there is not: N = 0 that was not trained."""
+        """One value of each seed; none without measurements: N = 0 that was not trained."""
         return [one[level, when] for one in self.by_seed.values() if (level, when) in one]
 
     def increases(self, level: int) -> list[float]:
-        """By how many percent the figure after fine-tuning exceeds that of N = 0."""
+        """The percentage by which the figure after fine-tuning exceeds that of N = 0."""
         pairs = zip(self.values(level, AFTER), self.values(0, AFTER), strict=True)
         return [100 * (own / conventional - 1) for own, conventional in pairs]
 
@@ -262,7 +262,7 @@ def parse() -> argparse.Namespace:
 
 
 def settings(args: argparse.Namespace) -> tuple[Base, Tuning]:
-    """Those of the size, with what the flags change."""
+    """The settings of the size, changed by the flags."""
     base, tuning = TINY if args.tiny else (Base(), Tuning())
     given = {name: value for name in STEPS + RATES if (value := getattr(args, name)) is not None}
     own = {field.name for field in fields(Base)}
@@ -273,7 +273,7 @@ def settings(args: argparse.Namespace) -> tuple[Base, Tuning]:
 
 
 def read(file: Path | None, digest: str) -> list[Measurement]:
-    """What earlier calls have measured."""
+    """The measurements of earlier calls."""
     if file is None or not file.exists():
         return []
     found = [Measurement.of_line(line) for line in file.read_text().splitlines()]

@@ -86,7 +86,7 @@ class Figure:
 
 
 class Models:
-    """Trains and evaluates models; those of a later call are read from `work`."""
+    """Models, trained and evaluated; results of earlier calls are read from `work`."""
 
     def __init__(self, base: Base, tuning: Tuning, data: Path, work: Path, device: str) -> None:
         self.base, self.tuning, self.data, self.work, self.device = base, tuning, data, work, device

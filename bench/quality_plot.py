@@ -15,9 +15,9 @@ class Panel(NamedTuple):
 
     title: str
     label: str
-    """Of the axis."""
+    """Label of the axis."""
     factor: float
-    """Of the metrics."""
+    """Factor of the metrics."""
 
 
 Lines = Mapping[str, tuple[str, str, str]]
@@ -44,8 +44,8 @@ def points(record: Record, name: str) -> dict[int, dict[str, float]]:
 def draw_plot(
     record: Record, path: Path, panels: Mapping[str, Panel] = PANELS, lines: Lines = LINES
 ) -> None:
-    """Draws one panel for each task of the record to `path`. The keys of `panels` begin the names
-    of metrics, those of `lines` end them."""
+    """Draw one panel for each task of the record to `path`. The keys of `panels` begin the names of
+    metrics, those of `lines` end them."""
     # Without pyplot no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -23,7 +23,7 @@ BUDGETS = (12, 16, 24, 40, 64)
 COLOURS = {"bf16": "#c8702a", "mxfp4": "#2f6db3"}
 WORDS = {"bf16": "bf16: 54 GiB of experts", "mxfp4": "MXFP4: 14 GiB of experts"}
 _FILLED = 0.75
-"""Of a budget: models that need no more are on the GPU as a whole, as in `overspill.load`."""
+"""Share of a budget: models that need no more are on the GPU as a whole, as in `overspill.load`."""
 
 
 def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         dense = sum(p.nbytes for p in model.parameters())
         needed = dense + engine.n_layers * engine.n_experts * engine.layout.weight_bytes
         for gib in args.budgets:
-            release_memory()  # of the LLM before: what is reserved counts
+            release_memory()  # of the LLM before: reserved memory counts
             engine.memory.limit(gib << 30)
             fits = needed <= _FILLED * (gib << 30)
             if fits:
@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
                 bench.decode(llm, 1)  # the cache learns
                 speeds, missing = bench.decode(llm, 1)
                 slots = llm.stats().get("expert_slots", 0)
-            del llm  # its slots are freed before the next one counts what is
+            del llm  # its slots are freed before the next one counts free memory
             uses = engine.n_layers * model.config.num_experts_per_tok
             on_gpu = engine.n_layers * engine.n_experts if fits else slots
             yield {

@@ -46,9 +46,9 @@ CONFIG = GPTConfig(
     max_seq=SEQ,
 )
 LAYERS, BATCH, WARM, STEPS = 6, 16, 2, 4
-"""Of `exchange`."""
+"""Work of `exchange`."""
 MORE, EACH = 1.05, 1.0
-"""What ranks may need: a share of one process, and GiB for each rank."""
+"""Memory that ranks may need: a share of one process, and GiB for each rank."""
 
 
 def resident() -> float:
@@ -89,7 +89,7 @@ def train(rank: int, n_ranks: int, store: str, results: "multiprocessing.Queue[f
 
 
 def run_processes(n_ranks: int, train: Callable[..., None]) -> list[Any]:
-    """What each rank has put into the queue of results."""
+    """The results that the ranks have put into the queue."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -139,8 +139,8 @@ class Timed(NamedTuple):
 
 
 class ExchangeTimer:
-    """How long calls to other ranks take, after the device has ended what comes before them. Each
-    is waited for: nothing runs beside it."""
+    """Time of the calls to other ranks, each from the end of earlier work of the device. Each is
+    waited for: nothing runs beside it."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

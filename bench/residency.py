@@ -40,7 +40,7 @@ PLOT = ROOT / "docs" / "residency.png"
 
 @dataclass(frozen=True)
 class Case:
-    """What one record measures; the budget is in GiB. `experts` is None for the preset's number."""
+    """Setting of one record; the budget is in GiB. `experts` is None for the preset's number."""
 
     preset: str
     experts: int | None

@@ -33,7 +33,7 @@ def our_points(records: Sequence[Record], clip: bool) -> list[Point]:
 
 
 def peer_points(records: Sequence[Record]) -> dict[str, Point]:
-    """The points of other systems by their labels; those that were not measured are left out."""
+    """The points of other systems by their labels, without systems that were not measured."""
     points = {"MegaTrain, clipping": MEGATRAIN}
     works = {
         "16_clip": "DeepSpeed ZeRO-3 offload, clipping",

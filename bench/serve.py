@@ -38,11 +38,26 @@ SUM = "a step with all experts on the GPU, and reading the missing ones from hos
 
 def w2() -> Any:
     """Qwen3-30B-A3B, cut to 12 of 48 layers."""
+    return qwen(12)
+
+
+def qwen(layers: int = 48) -> Any:
+    """Qwen3-30B-A3B, with all layers or fewer."""
     return Qwen3MoeConfig(
         vocab_size=151_936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_hidden_layers=12, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
         num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1e6,
         max_position_embeddings=40_960, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def tiny_qwen(context: int = 512, **more: Any) -> Any:
+    """A small model of this family, for smoke tests on the CPU."""
+    return Qwen3MoeConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, max_position_embeddings=context,
+        tie_word_embeddings=False, **more,
     )  # fmt: skip
 
 
@@ -136,7 +151,7 @@ class Even:
 
 
 class Work(NamedTuple):
-    """What is measured with one LLM."""
+    """Measurements with one LLM."""
 
     name: str
     slots: int = 0

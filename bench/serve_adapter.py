@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from packed_models import PLAIN, random_model
 from record import Limit, Metric, metric, write_record
-from serve import HBM, decode, token_bytes, w2
-from transformers import Qwen3MoeConfig
+from serve import HBM, decode, tiny_qwen, token_bytes, w2
 
 import overspill
 from overspill.core.garbage import short_collections
@@ -25,23 +24,14 @@ _TRACE = 4096
 """Tokens of the drawn routing."""
 
 
-def tiny() -> Any:
-    return Qwen3MoeConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-
-
 class Run:
-    """Speeds of a model with some ranks, and what it reads for a token."""
+    """Speeds of a model with some ranks, and bytes that it reads for a token."""
 
     def __init__(self, args: argparse.Namespace, ranks: LowRanks) -> None:
         self.args = args
         self.rounds, self.tokens = (1, 2) if args.smoke else (args.rounds, args.tokens)
         settings = overspill.Settings(residency=False)
-        device, config = ("cpu", tiny()) if args.smoke else ("cuda", w2())
+        device, config = ("cpu", tiny_qwen()) if args.smoke else ("cuda", w2())
         given: Any = {"device": device, "settings": settings}
         model = random_model(config, args.packing, ranks, **given)
         engine = model.overspill
@@ -59,7 +49,7 @@ class Run:
             torch.cuda.empty_cache()
 
     def _speeds(self, model: Any, slots: int) -> list[float]:
-        """With so many slots for experts in host memory, and then the same routing for any
+        """Speeds with some slots for experts in host memory, with the same routing for any
         adapter."""
         drawn = routed_by(model, drawn_routing(model)) if slots else nullcontext()
         with overspill.LLM(model, context=512, max_batch=1, slots=slots) as llm, drawn:

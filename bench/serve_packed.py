@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from packed_models import PLAIN, random_model
 from record import Limit, Metric, metric, write_record
-from serve import HBM, PCIE, Even, decode, host_bandwidth, token_bytes
-from serve_prefill import MATRIX, Prompts, operations, qwen, speed
-from transformers import Qwen3MoeConfig
+from serve import HBM, PCIE, Even, decode, host_bandwidth, qwen, tiny_qwen, token_bytes
+from serve_prefill import MATRIX, Prompts, operations, speed
 
 import overspill
 from overspill.core.garbage import short_collections
@@ -35,7 +34,7 @@ QUARTER = 384
 
 
 class Bench:
-    """The parts, with what they share."""
+    """The parts of the benchmark, and their shared settings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.smoke = args, args.smoke
@@ -43,18 +42,11 @@ class Bench:
 
     @functools.cached_property
     def bandwidth(self) -> float:
-        """Of host memory."""
+        """Bandwidth of host memory."""
         return 1e9 if self.smoke else host_bandwidth()
 
     def config(self, layers: int) -> Any:
-        if not self.smoke:
-            return qwen(layers)
-        return Qwen3MoeConfig(
-            vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            num_experts=8, num_experts_per_tok=2, max_position_embeddings=512,
-            tie_word_embeddings=False,
-        )  # fmt: skip
+        return tiny_qwen() if self.smoke else qwen(layers)
 
     @contextmanager
     def model(self, layers: int, name: str, **given: Any) -> Iterator[Any]:
@@ -165,7 +157,7 @@ class Case(NamedTuple):
     """Where experts of W2 are, for one request."""
 
     prefix: str = ""
-    """Of its metrics."""
+    """Prefix of the names of its metrics."""
     on_gpu: bool = False  # all experts
     plain_slots: int = 0
     """Slots have the bytes of so many experts in bf16."""
@@ -223,7 +215,7 @@ def write_w2(bench: Bench, model: Any, work: W2, plain: dict[Case, list[float]])
 def run_case(
     bench: Bench, model: Any, case: Case, plain: list[float] | None
 ) -> tuple[list[float], dict[str, Metric], Limit | None]:
-    """Tokens a second; with those of bf16 also what a record has of them."""
+    """Tokens a second; with the tokens a second of bf16, also their ratio."""
     engine = model.overspill
     engine.set_residents([engine.n_experts if case.on_gpu else 0] * engine.n_layers)
     slots = case.plain_slots * engine.shape.numel * 2 // engine.layout.weight_bytes
@@ -251,7 +243,7 @@ def run_case(
 
 
 def compared(speeds: list[float], plain: list[float]) -> dict[str, Metric]:
-    """Tokens a second, and how many times those of bf16 they are."""
+    """Tokens a second, and their ratio to those of bf16."""
     middle = statistics.median(plain)
     return {
         "tokens_per_second": metric(speeds, "tokens/s"),

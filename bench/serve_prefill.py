@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from record import Limit, Metric, metric, write_record
-from serve import PCIE, Even
-from transformers import Qwen3MoeConfig
+from serve import PCIE, Even, qwen, w2
 
 import overspill
 from overspill.simulate import routed_by
@@ -26,16 +25,6 @@ SHORT = 64
 ARMS = ("uploads", "replicas")
 _DELAYS = (0.05, 0.15, 0.3, 0.5)
 """Seconds after which a short prompt arrives."""
-
-
-def qwen(layers: int) -> Any:
-    """Qwen3-30B-A3B, which has 48 layers."""
-    return Qwen3MoeConfig(
-        vocab_size=151_936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1e6,
-        max_position_embeddings=40_960, tie_word_embeddings=False,
-    )  # fmt: skip
 
 
 class Prompts:
@@ -76,7 +65,7 @@ def wait_of_short(
 
 
 def operations(config: Any, tokens: int) -> float:
-    """Of a prompt: matrix products of the weights of each token, and attention."""
+    """Operations of a prompt: matrix products of the weights of each token, and attention."""
     d, width = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     experts = config.num_experts_per_tok * 3 * d * config.moe_intermediate_size
@@ -88,7 +77,7 @@ def operations(config: Any, tokens: int) -> float:
 
 def run_30b(args: argparse.Namespace, even: bool) -> None:
     """Qwen3-30B-A3B at full size in 24 GiB."""
-    config = qwen(48)
+    config = qwen()
     model = overspill.from_config(
         config, args.gpu_memory, dtype=torch.bfloat16, train=False, quiet=True
     )
@@ -143,7 +132,7 @@ def run_30b(args: argparse.Namespace, even: bool) -> None:
 
 def run_w2(args: argparse.Namespace) -> None:
     """W2 with everything on the GPU."""
-    config = qwen(12)
+    config = w2()
     model = overspill.from_config(config, dtype=torch.bfloat16, train=False, quiet=True)
     engine, prompts = model.overspill, Prompts()
     engine.set_residents([engine.n_experts] * engine.n_layers)

@@ -34,7 +34,7 @@ SHORT = 64
 
 
 class Bench:
-    """The parts, with what they share."""
+    """The parts of the benchmark, and their shared settings."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.smoke = args, args.smoke

@@ -19,7 +19,7 @@ _KINDS = {
 
 
 def record_tokens(llm: overspill.LLM, requests: int, tokens: int) -> list[Span]:
-    """What happens during so many tokens of some requests; times are those of perf_counter_ns."""
+    """Record the work during some tokens of some requests; times are those of perf_counter_ns."""
     params = overspill.SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
     prompts = [[1, 2, 3 + number] for number in range(requests)]
     llm.generate(prompts, params)
@@ -28,7 +28,7 @@ def record_tokens(llm: overspill.LLM, requests: int, tokens: int) -> list[Span]:
     with torch.profiler.profile(activities=activities) as profiler:
         llm.generate(prompts, params)
         torch.cuda.synchronize()
-    # the profiler's times are those of the wall clock
+    # the profiler has the times of the wall clock
     ahead = time.time_ns() - time.perf_counter_ns()
     spans = llm.take_spans()
     results: Any = profiler.profiler

@@ -1,6 +1,7 @@
-"""Clients of the server, in a process of their own: what they compute does not slow the server.
+"""Clients of the server, in a process of their own, so that their work does not slow the server.
 
-Asyncio streams instead of an HTTP library: machines with a GPU may have none."""
+Asyncio streams instead of an HTTP library: machines with a GPU may have none.
+"""
 
 import asyncio
 import json
@@ -18,10 +19,10 @@ _LINE = 1 << 20
 
 @dataclass
 class Answer:
-    """What a client received."""
+    """Response to a client."""
 
     number: int
-    """Of the request in the list."""
+    """Number of the request in the list."""
     text: str = ""
     tokens: int = 0
     status: int = 0

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from serve import w2
+from serve import tiny_qwen, w2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
+from transformers import PreTrainedTokenizerFast
 
 import overspill
 from overspill.server.run import Server, bind
@@ -21,16 +21,6 @@ from overspill.server.settings import ServerConfig
 
 NAME = "bench"
 CONTEXT = 4096
-
-
-def tiny() -> Any:
-    """The same family as W2, for the CPU."""
-    return Qwen3MoeConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=CONTEXT, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser, dtype: str) -> None:
@@ -54,7 +44,9 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 @contextmanager
 def open_llm(args: argparse.Namespace) -> Iterator[overspill.LLM]:
     on_gpu = torch.cuda.is_available()
-    config = w2() if (args.model or ("w2" if on_gpu else "tiny")) == "w2" else tiny()
+    tiny = (args.model or ("w2" if on_gpu else "tiny")) == "tiny"
+    more = {"norm_topk_prob": True, "initializer_range": 0.2}
+    config = tiny_qwen(CONTEXT, **more) if tiny else w2()
     settings = overspill.Settings(residency=False)
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:

@@ -63,7 +63,7 @@ class Expected(NamedTuple):
 
     tokens: list[int]
     nearly: list[frozenset[int]]
-    """For each token: those that are as likely, but for the rounding."""
+    """For each token, the tokens that are as likely, up to rounding."""
 
     def agrees(self, text: str, complete: bool) -> str:
         """ "equal", "tie" or "different". Rounding depends on the size of a batch, so a request may
@@ -142,7 +142,8 @@ def wait_until_free(address: tuple[str, int]) -> dict[str, Any]:
 
 
 def compare(answers: Sequence[Answer], expected: Sequence[Expected]) -> Counter[str]:
-    """How many answers agree with those alone, the beginnings of abandoned ones included."""
+    """Count answers by their agreement with the expected ones, also beginnings of abandoned
+    answers."""
     return Counter(
         expected[answer.number].agrees(answer.text, not answer.left)
         for answer in answers
@@ -153,7 +154,7 @@ def compare(answers: Sequence[Answer], expected: Sequence[Expected]) -> Counter[
 def problems(
     answers: Sequence[Answer], agreement: Counter[str], stats: dict[str, Any], growth: int
 ) -> list[str]:
-    """What must not happen, in words."""
+    """Failures that must not happen, in words."""
     found = []
     failed = [answer.error for answer in answers if answer.error is not None]
     if failed:

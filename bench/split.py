@@ -27,7 +27,7 @@ from overspill.trace.picture import draw_timeline
 
 
 class Sizes(NamedTuple):
-    """Of a stack; by default those of the records here."""
+    """Sizes of a stack; by default those of the records here."""
 
     n_layers: int = 16
     n_experts: int = 16

@@ -55,7 +55,7 @@ ACTIVE = (1, 4, 16, 64)
 CACHED = (1, 5, 10, 20)
 LARGE_MEMORY = 16 << 30
 _HOST_SHARE = 0.9
-"""Of the free host memory, or disk, for experts."""
+"""Share of the free host memory, or disk, for experts."""
 _BANDWIDTH_BYTES = 4 << 30
 """Read to measure the disk."""
 _FROM_DISK, _FEW = 24, 2
@@ -80,7 +80,7 @@ class Bench(NamedTuple):
     disk: Path | None
     sizes: Sequence[int]
     blocks: int
-    """Of each stack of a model that need not be whole, at most."""
+    """Most blocks of each stack, for models that may be smaller."""
 
     def shape(self, preset: str) -> Shape:
         return Shape(preset, tiny=self.smoke)
@@ -100,7 +100,8 @@ class Bench(NamedTuple):
         return min(self.tokens, 8) if mode == "prefetch-all" else self.tokens
 
     def interleave(self, model: Any, modes: Sequence[str], **options: Any) -> dict[str, Speed]:
-        """Each mode in each round, so that changes of the machine meet all of them alike."""
+        """Measure each mode in each round, so that changes of the machine affect all modes
+        alike."""
         found: dict[str, Speed] = {}
         in_a_row = 1 if self.smoke else _IN_A_ROW
         for _ in range(self.rounds):
@@ -333,12 +334,12 @@ def _budget(bench: Bench) -> str:
 
 
 def within_memory(shape: Shape, blocks: int) -> Shape:
-    """With as many blocks as fit into host memory."""
+    """The shape with as many blocks as fit into host memory."""
     return shape.within(_HOST_SHARE * available_memory(), blocks)
 
 
 def within_disk(shape: Shape, folder: Path, blocks: int) -> Shape:
-    """With as many blocks as fit on the disk."""
+    """The shape with as many blocks as fit on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     return shape.within(_HOST_SHARE * shutil.disk_usage(folder).free, blocks)
 
@@ -419,7 +420,7 @@ def _read(bench: Bench, model: Any, mode: str, shape: Shape, number: int) -> Rea
 
 
 class Plan(NamedTuple):
-    """What a part loads and measures."""
+    """Work of a part: models and measurements."""
 
     run: Callable[[Bench], list[Path]]
     presets: Sequence[str]
@@ -467,7 +468,7 @@ class Need(NamedTuple):
 
 
 def estimate(plan: Plan, shape: Shape, bench: Bench) -> Need:
-    """What a plan needs for one of its shapes on the reference machine."""
+    """Seconds and bytes of a plan for one of its shapes on the reference machine."""
     total = shape.n_experts * shape.expert_bytes
     each_block = shape.n_experts // (2 * shape.blocks)
     host = total // 8 if plan.on_disk else total

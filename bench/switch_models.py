@@ -1,5 +1,5 @@
-"""Encoder-decoders with random weights for bench/switch.py: shapes, memory, routing, and what a
-token reads."""
+"""Encoder-decoders with random weights for bench/switch.py: shapes, memory, routing, and the bytes
+that a token reads."""
 
 import dataclasses
 import gc
@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def n_experts(self) -> int:
-        """Of both stacks."""
+        """Experts of both stacks."""
         return int(self._sizes.n_moe_layers * self._sizes.n_experts)
 
     @property
@@ -84,8 +84,8 @@ class Shape:
         return 2 * (int(own.total_params) + in_float32) - self.n_experts * self.expert_bytes
 
     def within(self, nbytes: float, blocks: int) -> "Shape":
-        """With as many MoE blocks in each stack as have their experts in `nbytes`, `blocks` at
-        most and two at least."""
+        """The shape with as many MoE blocks in each stack as have their experts in `nbytes`, at
+        most `blocks` and at least two."""
         own = self._sizes
         each = 2 * own.n_experts * self.expert_bytes  # of a block in both stacks
         count = max(2, min(self.blocks, blocks, int(nbytes // each)))

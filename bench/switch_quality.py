@@ -45,7 +45,8 @@ from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.finetune.finetuner import FinetuneSummary, finetune
 from overspill.train.metrics import StepMetrics
 from overspill.train.progress import Display
-from overspill.train.session import RunSpec, Session, build_session
+from overspill.train.run_spec import RunSpec
+from overspill.train.session import Session, build_session
 
 RECORD = "switch-quality"
 PLOT = ROOT / "docs" / f"{RECORD}.png"
@@ -63,7 +64,7 @@ _END_S = 20  # for the checkpoint of a run that is stopped
 
 @dataclass(frozen=True)
 class Settings:
-    """The model, and what it is trained on."""
+    """The model and its training."""
 
     layers: int = 12
     experts: int = 8
@@ -75,7 +76,7 @@ class Settings:
     passages: int | None = None
     """How many are used; None: all."""
     examples: int = 40_000
-    """Of pre-training."""
+    """Examples of pre-training."""
     base_steps: int = 2000
     base_batch: int = 64
     base_lr: float = 5e-4
@@ -85,7 +86,7 @@ class Settings:
     web_batch: int = 128
     lr: float = 3e-4
     questions: int | None = None
-    """Of each task, for training and for the test; None: all."""
+    """Questions of each task, for training and for the test; None: all."""
     metric_tokens: int = 16
 
     @property
@@ -138,7 +139,7 @@ class Deadline(Display):
 
 
 class Bench:
-    """Pre-trains and fine-tunes in `work`; what is there already is not done again."""
+    """Models, pre-trained and fine-tuned in `work`; finished work is not repeated."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.settings: Settings = args.settings
@@ -174,7 +175,8 @@ class Bench:
         return self.only in (None, f"{task}-{level}")
 
     def _tune_at_once(self, seed: int, missing: Sequence[tuple[str, int]]) -> None:
-        """Each in a process of its own, which is this command for one model."""
+        """Fine-tune several models, each in a process of its own, which runs this command for one
+        model."""
 
         def tune(one: tuple[str, int]) -> int:
             task, level = one

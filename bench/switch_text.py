@@ -61,7 +61,7 @@ def webquestions(data: Path) -> tuple[list[Example], list[Example]]:
 
 
 def passages(data: Path) -> list[str]:
-    """Paragraphs of wikitext-2, and of those articles of SQuAD that are not for the test."""
+    """Paragraphs of wikitext-2, and of the articles of SQuAD that are not for the test."""
     with gzip.open(data / FILES[0], "rt", encoding="utf-8") as text:
         found = [_plain(line) for line in text if not line.lstrip().startswith("=")]
     for number, article in enumerate(_read(data / FILES[1])["data"]):

@@ -64,7 +64,7 @@ OVERVIEW = (
     "split-frozen-g0.4",
     "load-30gb",
 )
-"""Records of the tables, in their order. Those that do not exist are left out."""
+"""Records of the tables, in their order. Missing records are left out."""
 LIMITS = (
     ("pregate-switch-64", "gpu-only"),
     ("pregate-switch-128", "gpu-only"),
@@ -86,7 +86,7 @@ PACKED = (
     "load-gpt-oss-120b",
     "cpu-packed",
 )
-"""Records of the table `packed`, in their order, which names those that do not exist."""
+"""Records of the table `packed`, in their order. The table names missing ones."""
 _MEMORY = {"gpu_memory": "GPU", "host_memory": "host", "peak": "host"}
 """Metrics that the summary shows as memory."""
 
@@ -169,7 +169,7 @@ def summary(records: Sequence[Record], names: Sequence[str]) -> str:
 
 
 def packed(records: Sequence[Record]) -> str:
-    """The records of PACKED in their order, and the names of those that do not exist."""
+    """The records of PACKED in their order, and the names of missing ones."""
     by_name = {record["name"]: record for record in records}
     text = render([by_name[name] for name in PACKED if name in by_name])
     missing = [f"`{name}`" for name in PACKED if name not in by_name]

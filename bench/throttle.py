@@ -14,7 +14,7 @@ from overspill.transfer.driver import _entered
 
 
 class _Clock:
-    """Lets a stream take a given time or more for what is queued between two calls."""
+    """Clock that lets a stream take a given time or more for the work queued between two calls."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream

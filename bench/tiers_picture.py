@@ -30,7 +30,7 @@ DARK = Theme("#e6edf3", "#9da7b3", "#1b222b", ("#5fae7f", "#6fa3dc", "#c2a75a"))
 
 @dataclass(frozen=True)
 class Tier:
-    """A box: its heading, squares for experts in rows of ten, and what happens there."""
+    """A box: its heading, squares for experts in rows of ten, and its activity."""
 
     heading: str
     squares: int

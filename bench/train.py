@@ -50,7 +50,7 @@ def row_of(batch: int, offloaded: bool, clip: bool, preset: str = "w1") -> str:
 
 def metrics_of(config: GPTConfig, runs: Sequence[Run]) -> dict[str, Metric]:
     """The metrics of a workload that was measured several times in one process."""
-    # the lowest: the peak of a process includes what was measured before
+    # the lowest: the peak of a process includes earlier measurements
     host_bytes = min(run.host_bytes for run in runs)
     metrics = {
         "tokens_per_second": metric([speed for run in runs for speed in run.speed], "tokens/s"),

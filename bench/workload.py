@@ -133,7 +133,7 @@ def time_steps(
 
 
 class _Mark:
-    """A point in time: when the GPU has done what was queued before, or now without a GPU."""
+    """A point in time: the end of all queued work of the GPU, or now without a GPU."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if torch.cuda.is_available() else None

@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What was measured for a comparison. Measurements at the same index are a pair."""
+    """Measurements of a comparison. Measurements at the same index are a pair."""
 
     comparison: Comparison
     ours: list[Measurement]

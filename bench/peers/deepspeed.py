@@ -48,7 +48,8 @@ class Ended(NamedTuple):
 
 
 def children(args: argparse.Namespace) -> list[Child]:
-    """In the order they run: the rounds with offloading, then one with everything on the GPU."""
+    """Children in the order of their runs: rounds with offloading, then one with everything on the
+    GPU."""
 
     def options(side: str, mode: str, batches: list[int]) -> Options:
         # steps on the GPU are short, and one of the first few is slower on both sides
@@ -89,7 +90,7 @@ def environment(child: Child, peer_path: Path | None) -> dict[str, str]:
 
 
 def run_child(child: Child, run: str, args: argparse.Namespace, seconds: float) -> Ended:
-    """Runs a child to its end, or for `seconds`, and shows its output; keeps what it measured."""
+    """Run a child to its end, or for `seconds`, and show its output; keep its measurements."""
     script = ROOT / "bench" / "peers" / f"run_{child.side}.py"
     process = subprocess.Popen(
         [sys.executable, "-P", str(script), *child.options.to_arguments()],

@@ -1,5 +1,5 @@
-"""What both sides of a peer benchmark share: the shapes, the timing, and one line of JSON for each
-measurement, which the driver reads."""
+"""Shared parts of both sides of a peer benchmark: the shapes, the timing, and one line of JSON for
+each measurement, which the driver reads."""
 
 import argparse
 import json
@@ -68,7 +68,7 @@ def from_line(line: str) -> Measurement | None:
 
 @dataclass(frozen=True)
 class Options:
-    """What a child process is asked to measure."""
+    """Work of a child process."""
 
     mode: str
     batches: list[int]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from overspill.parallel.rank_logs import RankLogs
 from tests.fork_server import fork_server
 
 _IMPORTS = (
@@ -55,11 +56,17 @@ class Forks:
 class Fork:
     """A rank of `overspill`, with the interface of `subprocess.Popen`."""
 
-    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: list[str], logs: RankLogs, environment: Mapping[str, str]
+    ) -> None:
         self._code: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
+        with logs.streams(int(environment["RANK"])) as streams:
+            self.pid = os.fork()
+            if self.pid:
+                return
+            for stream, end in enumerate(streams, 1):
+                os.dup2(end, stream)
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, closefd=False) for fd in (1, 2))
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -126,7 +133,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
     # it counts the objects of all imported modules, which the server has frozen
     loop.short_collections = contextlib.nullcontext  # type: ignore[attr-defined]
     # ranks of --gpus are forked too
-    runs.rank_command = lambda arguments: lambda more: Fork(arguments, more)  # type: ignore[attr-defined]
+    runs.rank_command = lambda *command: lambda more: Fork(*command, more)  # type: ignore[attr-defined]
     if SILENT in os.environ:
         watchdog.SILENT = int(os.environ[SILENT])  # type: ignore[attr-defined]
         # a stopped rank does not end by itself, and was not killed

@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 from overspill.cli import runs
 from overspill.cli.main import app
 from overspill.parallel.launcher import rank_command
+from overspill.parallel.rank_logs import RankLogs
 from overspill.train.metrics import read_lines
+from overspill.train.run_folder import RunFolder
 from tests.cli.forks import HOLD, SILENT, Forks
 from tests.ports import free_port
 from tests.slow import slow_names
@@ -111,6 +113,9 @@ class Running:
         self._hold.write_text(str(step))
         self.launcher = forks.start(arguments, self.log, {HOLD: str(self._hold), **environment})
         self._wait(lambda: self._last_step() == step)
+        self.find_ranks()
+
+    def find_ranks(self) -> None:
         children = Path(f"/proc/{self.launcher}/task/{self.launcher}/children").read_text()
         self.ranks = [int(pid) for pid in children.split()]
 
@@ -142,9 +147,9 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[..., Running]]:
     """Starts the run, or resumes it."""
     out, found = folder / "failing", list[Running]()
 
-    def start(**environment: str) -> Running:
+    def start(*flags: str, **environment: str) -> Running:
         again = _resume(out) if found else _arguments(folder, "failing", **LONG)
-        found.append(Running(forks, again, out, environment))
+        found.append(Running(forks, [*again, *flags], out, environment))
         return found[-1]
 
     yield start
@@ -158,12 +163,24 @@ def running(forks: Forks, folder: Path) -> Iterator[Callable[..., Running]]:
 def test_ranks_fail_together_and_resume_to_the_same_losses(
     forks: Forks, folder: Path, running: Callable[..., Running]
 ) -> None:
-    for rank in (1, 0):
-        run = running()
-        os.kill(run.ranks[rank], signal.SIGKILL)
-        assert run.end() == (1, f"error: rank {rank} was killed by SIGKILL")
+    run = running("--max-restarts", "1")
+    os.kill(run.ranks[1], signal.SIGKILL)
+    run.await_line(f"resuming from {run.out}/checkpoints/step-00000002")
+    run.find_ranks()
+    os.kill(run.ranks[0], signal.SIGKILL)
+    logs = run.out / "logs"
+    killed = "error: rank {0} was killed by SIGKILL; its output is in {1}/rank-{0}.log"
+    assert run.end() == (1, killed.format(1, logs))
+    said = [line for line in run.log.read_text().splitlines() if not line.startswith("step")]
+    assert said[-2:] == [
+        killed.format(0, logs),
+        f"the output of each rank is in {logs}/rank-0.log to rank-1.log",
+    ]
+    assert "restart 1 of 1, from step-00000002" in said
+    first = (logs / "rank-0.log").read_text()
+    assert [first.count(part) for part in ("step 1/10", "resuming from")] == [1, 1]
 
-    run = running()
+    run = running("--max-restarts", "0")
     # a full disk: the log is smaller than this, a file of the checkpoint is larger
     resource.prlimit(run.ranks[1], resource.RLIMIT_FSIZE, (2048, 2048))
     run.go_on()
@@ -201,7 +218,7 @@ class Attempts:
         self.given: list[list[str]] = []
         self._out, self._left = out, list(attempts)
 
-    def launch(self, count: int, arguments: list[str]) -> int:
+    def launch(self, count: int, arguments: list[str], logs: RankLogs) -> int:
         assert count == 2
         self.given.append(arguments)
         code, step = self._left.pop(0)
@@ -226,10 +243,10 @@ def test_ranks_restart_from_checkpoints(
 ) -> None:  # fmt: skip
     found = Attempts(tmp_path, *attempts)
     monkeypatch.setattr(runs, "launch", found.launch)
-    monkeypatch.setattr(runs, "rank_command", list)
+    monkeypatch.setattr(runs, "rank_command", lambda arguments, logs: arguments)
     if flags:
         (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    needed = runs.RanksNeeded(2, restarts=2, out=str(tmp_path))
+    needed = runs.RanksNeeded(2, RunFolder(tmp_path), restarts=2)
     assert runs.start_ranks(["train", *flags], needed) == attempts[-1][0]
     assert ["--resume" in given for given in found.given] == resumed
     lines = capsys.readouterr().err.splitlines()
@@ -241,6 +258,11 @@ def test_restarts_need_ranks_and_a_folder(capsys: pytest.CaptureFixture[str]) ->
     for flags in (["--gpus", "2"], ["--out", "run"]):
         assert app(["train", "nano", "--max-restarts", "1", *flags]) == 2
         assert "error: --max-restarts 1 starts the ranks of --gpus again" in capsys.readouterr().err
+
+
+def test_binding_needs_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app(["train", "nano", "--numa-binding", "node"]) == 2
+    assert "--numa-binding node binds the ranks of --gpus or torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -257,6 +279,11 @@ def test_ranks_end_with_a_launcher_that_is_killed(
     ("changes", "message"),
     [
         ({"gpus": 3}, "--batch 4 must be a multiple of the 3 ranks"),
+        pytest.param(
+            {"gpus": 2, "numa_binding": "node"},
+            "--numa-binding node needs a GPU for each rank",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"gpus": 2, "data": "/no/such"},
             "--data /no/such does not exist",
@@ -350,13 +377,15 @@ def test_the_commands_of_the_example_run(forks: Forks, folder: Path, tmp_path: P
 
 
 def test_a_rank_of_gpus_is_a_new_process_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With the given words and environment. It fails before it imports torch."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    process: Any = rank_command(["train", "nano"])({"RANK": "4", "WORLD_SIZE": "4"})
+    logs = RankLogs(tmp_path / "logs", after=tmp_path)
+    process: Any = rank_command(["train", "nano"], logs)({"RANK": "4", "WORLD_SIZE": "4"})
     assert os.getsid(process.pid) == process.pid  # Ctrl-C in the terminal does not reach it
     assert process.wait() == 2
+    logs.close()
     assert capfd.readouterr().err == "error: RANK=4 is not below WORLD_SIZE=4\n"
 
 

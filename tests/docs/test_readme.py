@@ -1,5 +1,6 @@
 """README and docs: code and commands run; links, flags and tables are correct."""
 
+import ast
 import io
 import re
 import runpy
@@ -7,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,32 @@ def test_the_structure_page_names_every_file() -> None:
         if path.stem != "__init__":
             files.setdefault(str(path.parent.relative_to(source)), set()).add(path.stem)
     assert named == files
+
+
+def test_the_journeys_of_the_structure_page_pass_functions_that_exist() -> None:
+    """Each line names at least one function with its file."""
+    source, names = ROOT / "src" / "overspill", dict[str, set[str]]()
+    page = (ROOT / "docs" / "structure.md").read_text()
+    assert len(page.splitlines()) <= 200
+    steps = re.findall(r"^\d+\. .+", page, re.MULTILINE)
+    for step in steps:
+        passed = re.findall(r"`([\w/]+\.(?:py|cpp|h))` `([\w.]+)`", step)
+        assert passed, step
+        for file, name in passed:
+            text = (source / file).read_text()
+            if file not in names:
+                names[file] = {*_definitions(text)} if file.endswith(".py") else set()
+            native = not file.endswith(".py") and re.search(rf"\b{name}\(", text) is not None
+            assert native or name in names[file], f"{file} has no {name}"
+    assert len(re.findall(r"^1\. ", page, re.MULTILINE)) == 4
+
+
+def _definitions(text: str) -> Iterator[str]:
+    """The functions and classes of a file, and the methods of its classes with their classes."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield f"{node.name}.{part.name}"

@@ -1,4 +1,4 @@
-"""Gradients of resident and streamed experts: what one sink refuses changes no expert of another."""
+"""Gradients of resident and streamed experts: a failure in one sink changes no expert of another."""
 
 from pathlib import Path
 

@@ -15,7 +15,8 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.trace.recorder import Recorder
 from overspill.train.metrics import EvalMetrics, StepMetrics
-from overspill.train.session import RunSpec, Session
+from overspill.train.run_spec import RunSpec
+from overspill.train.session import Session
 from overspill.train.train_spec import TrainSpec
 
 TINY = GPTConfig(

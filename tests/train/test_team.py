@@ -19,6 +19,7 @@ def team_of(size: int) -> list[Team]:
         SimpleNamespace(
             rank=rank,
             size=size,
+            on_machine=size,
             n_stages=1,
             replicas=None,
             node=SimpleNamespace(rank=rank, size=size),
@@ -72,6 +73,7 @@ def test_ranks_along_stages_have_the_same_part_of_a_batch() -> None:
         ranks: Any = SimpleNamespace(
             rank=6 * node + 3 * stage + expert,
             size=12,
+            on_machine=6,
             n_stages=2,
             replicas=SimpleNamespace(rank=node, size=2),
             node=SimpleNamespace(rank=expert, size=3),

@@ -14,7 +14,8 @@ import torch
 from overspill.core.errors import CheckpointError, ConfigError, DiskError, NonFiniteError
 from overspill.train.config import TrainConfig
 from overspill.train.metrics import read_lines
-from overspill.train.session import Builder, RunSpec, Session, build_session
+from overspill.train.run_spec import RunSpec
+from overspill.train.session import Builder, Session, build_session
 from overspill.train.summary import Summary
 from overspill.train.train_spec import TrainSpec, plan_training
 from overspill.train.trainer import train

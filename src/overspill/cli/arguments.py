@@ -14,30 +14,30 @@ _GGUF = ".gguf"
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Folders with a model and GGUF files that begin so. With none the shell completes any path, as
-    for a file."""
+    """Folders with a model and GGUF files whose paths begin with `incomplete`. Without any the
+    shell completes paths, as for a file."""
     parent = os.path.dirname(incomplete)
     found = set(_folders(parent)) | set([] if parent else _folders(_RUNS))
     return sorted(path for path in found if path.startswith(incomplete) and _is_model(path))
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """Presets that begin so; config files are completed by the shell."""
+    """Names of presets that begin with `incomplete`; config files are completed by the shell."""
     from overspill.models.presets import PRESETS  # loads no torch, and is not needed to run
 
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 def complete_checkpoint_preset(incomplete: str) -> list[str]:
-    """Presets of `overspill create` that begin so."""
+    """Names of presets of `overspill create` that begin with `incomplete`."""
     from overspill.models.checkpoint_presets import summaries  # loads no torch
 
     return [row.name for row in summaries() if row.name.startswith(incomplete)]
 
 
 def _is_model(path: str) -> bool:
-    """Whether it is a GGUF file, or the folder of one, of a run, of a checkpoint of Hugging Face,
-    or of a LoRA adapter."""
+    """Whether `path` is a GGUF file, or the folder of a GGUF file, a run, a checkpoint of Hugging
+    Face or a LoRA adapter."""
     if path.endswith(_GGUF):
         return True
     try:
@@ -51,7 +51,7 @@ def _is_model(path: str) -> bool:
 
 
 def _folders(parent: str) -> list[str]:
-    """The folders and GGUF files in a folder, hidden ones not; none if it cannot be read."""
+    """The folders and GGUF files in a folder, except hidden ones; none if it cannot be read."""
     try:
         with os.scandir(parent or ".") as entries:
             names = [

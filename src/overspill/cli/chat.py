@@ -47,7 +47,7 @@ _COMMANDS = """\
 Ctrl-C           stop the answer
 \"""              begin and end a message of several lines, or one that begins with /"""
 _COMMAND = re.compile(r"/([a-z]+|\?)\s*")
-"""A line that is a command, known or not; /usr/bin is none."""
+"""A line that is a command, known or not; /usr/bin is no command."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -57,7 +57,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _chat(model: str, system: str | None, as_json: bool, **flags: Any) -> None:
-    """With --json each answer is one line of JSON."""
+    """Chat on the terminal. With --json each answer is one line of JSON."""
     given = {name: value for name, value in flags.items() if value is not None}
     config = ServeConfig.make(given)
     params = config.params()
@@ -74,8 +74,10 @@ def _chat(model: str, system: str | None, as_json: bool, **flags: Any) -> None:
 
 
 class _Notes:
-    """Banner, figures and errors beside the answers at a terminal. They go to the standard error if
-    the answers go to a file."""
+    """Printer of the banner, figures and errors beside the answers at a terminal.
+
+    They go to the standard error if the answers go to a file.
+    """
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
@@ -87,7 +89,7 @@ class _Notes:
             self._console.print(Text(text, "dim"))
 
     def warn(self, text: str, style: str = "yellow") -> None:
-        """For a script too, which sees it on the standard error."""
+        """Print a warning, for scripts too: they read it on the standard error."""
         self._errors.print(Text(text, style))
 
     def banner(self, model: str, llm: "LLM") -> None:
@@ -101,7 +103,7 @@ class _Notes:
 
 @dataclass(frozen=True)
 class _Answer:
-    """How an answer was made."""
+    """An answer, its length and its times."""
 
     text: str
     tokens: int
@@ -110,7 +112,7 @@ class _Answer:
     rest: float
     """Seconds from the first token to the end."""
     finish_reason: str
-    """"stopped" if the user has ended it."""
+    """Reason of its end; "stopped" after Ctrl-C."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -118,8 +120,8 @@ class _Answer:
 
 
 class _Session:
-    """Reads questions and commands until the end of the input. `failed` tells whether a question
-    has ended with an error."""
+    """Loop over questions and commands until the end of the input. `failed` tells whether a
+    question has ended with an error."""
 
     def __init__(
         self, llm: "LLM", chat: "Chat", params: "SamplingParams", notes: _Notes, as_json: bool
@@ -247,25 +249,25 @@ def _seconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class _Message:
-    """Typed text; between quotes it is no command."""
+    """Typed text. Text between quotes is never a command."""
 
     text: str
     quoted: bool
 
 
 class _Reader:
-    """Messages of the standard input."""
+    """Reader of messages from the standard input."""
 
     def __init__(self, notes: _Notes) -> None:
         self._notes = notes
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")  # no tokenizer takes what is not UTF-8
+            sys.stdin.reconfigure(errors="replace")  # tokenizers take only UTF-8
         if notes.shown:
-            with contextlib.suppress(ImportError):  # some builds of Python have none
+            with contextlib.suppress(ImportError):  # some builds of Python lack it
                 import readline  # noqa: F401 - from now on `input` edits lines and has a history
 
     def next(self) -> _Message | None:
-        """None at the end of the input, and after two Ctrl-C in a row."""
+        """The next message; None at the end of the input, and after two Ctrl-C in a row."""
         interrupted = False
         while True:
             try:

@@ -71,7 +71,7 @@ def _export(
     def describe(done: Exported) -> str:
         packed = f", experts in {quantize}" if quantize else ""
         use = f"AutoModelForCausalLM.from_pretrained({done.out!r})"
-        if quantize:  # not every quantized model can be opened so
+        if quantize:  # transformers cannot open all quantized models
             use = f"overspill generate {shlex.quote(done.out)} PROMPT"
         elif done.model_type == "overspill_gpt":
             use += " after import overspill"

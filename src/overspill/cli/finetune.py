@@ -68,7 +68,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None:
-    """Adds the command of these settings."""
+    """Add the command whose flags are the settings of `kind`."""
     checkpoint = typer.Argument(
         metavar="CHECKPOINT",
         help="The folder of a Hugging Face checkpoint or of a run of overspill train, or a GGUF "
@@ -103,14 +103,14 @@ def add_command(app: typer.Typer, kind: type[FinetuneConfig], text: str) -> None
 
 
 def resolve(flags: dict[str, Any], kind: type[FinetuneConfig] = FinetuneConfig) -> FinetuneConfig:
-    """The config of a run: flags override the run that is resumed."""
+    """The config of a run: flags override the settings of the run that is resumed."""
     if flags.get("resume") and "out" not in flags and "checkpoint" not in flags:
         raise ConfigError("--resume needs the folder of the run to continue; give it with --out")
     return resolve_resume(kind, [flags])
 
 
 def _check_checkpoint(config: FinetuneConfig) -> None:
-    """Raises if the checkpoint cannot be loaded or there is no tokenizer."""
+    """Raise if the checkpoint cannot be loaded or has no tokenizer."""
     checkpoint, tokenizer = config.model.checkpoint, config.model.tokenizer
     if not checkpoint or is_run(Path(checkpoint).expanduser()):
         return

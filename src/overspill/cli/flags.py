@@ -36,7 +36,7 @@ def with_flags(
 
 
 def _default(annotation: Any) -> Any:
-    """None for an argument that may be omitted."""
+    """The default of an argument: None if it may be omitted."""
     kind = get_args(annotation)[0]
     return None if type(None) in get_args(kind) else inspect.Parameter.empty
 
@@ -71,7 +71,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
 
 
 def _choices(setting: Setting) -> Callable[[str], list[str]]:
-    """For completion by the shell."""
+    """Completion of a setting's values by the shell."""
 
     def complete(incomplete: str) -> list[str]:
         return [choice for choice in setting.choices if choice.startswith(incomplete)]

@@ -13,13 +13,13 @@ _Done = TypeVar("_Done")
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """None is a stream that was closed before Python started."""
+    """Whether `stream` is a terminal. It is None if it was closed before Python started."""
     return stream is not None and stream.isatty()
 
 
 def show(text: str) -> None:
-    """Prints a part of an answer. A terminal gets no control characters: a model could change its
-    title, or what it shows."""
+    """Print a part of an answer. A terminal gets no control characters: a model could change its
+    title or contents."""
     print(text.translate(_CONTROLS) if is_terminal(sys.stdout) else text, end="", flush=True)
 
 

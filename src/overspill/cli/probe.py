@@ -74,7 +74,7 @@ def _probe(as_json: bool, **flags: Any) -> None:
     from overspill.models.progress_bar import TerminalProgress
     from overspill.probe.known import Known
     from overspill.probe.table import lacking
-    from overspill.train.session import DTYPES
+    from overspill.train.run_spec import DTYPES
 
     picture = None if asked.picture is None else Path(asked.picture).expanduser()
     if picture is not None:

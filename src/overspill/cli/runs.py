@@ -1,4 +1,5 @@
-"""What `overspill train`, `finetune` and `pregate` share: resuming, and the report at the end."""
+"""Shared parts of `overspill train`, `finetune` and `pregate`: resuming, ranks, and the report at
+the end."""
 
 import dataclasses
 import json
@@ -11,7 +12,8 @@ import typer
 
 from overspill.core.errors import ConfigError
 from overspill.parallel.launcher import RankPlace, launch, rank_command
-from overspill.train.run_folder import find_run
+from overspill.parallel.rank_logs import RankLogs
+from overspill.train.run_folder import RunFolder, choose_folder, find_run
 from overspill.train.sections import RunConfig
 
 if TYPE_CHECKING:
@@ -24,13 +26,14 @@ C = TypeVar("C", bound=RunConfig)
 R = TypeVar("R", bound=RunConfig, contravariant=True)
 
 _WHICH_RUN = {"resume", "out", "preset", "checkpoint"}
-"""Settings that say which run is resumed."""
+"""Settings that determine the run to resume."""
 
 
 def resolve_resume(kind: type[C], given: Sequence[Mapping[str, Any]]) -> C:
-    """The config from layers of settings; with --resume they override the config of that run."""
+    """The config from layers of settings; with --resume they override the config of the resumed
+    run."""
     flags = {name: value for layer in given for name, value in layer.items()}
-    # other flags may need those of the run
+    # the other flags may be valid only together with settings of the run
     which = kind.make({name: flags[name] for name in flags.keys() & _WHICH_RUN})
     if not which.run.resume:
         return kind.make(*given)
@@ -60,22 +63,24 @@ def _read(kind: type[C], file: Path) -> Mapping[str, Any]:
 
 
 class Run(Protocol[R]):
-    """`train` or `finetune`."""
+    """A function that trains: `train` or `finetune`."""
 
     def __call__(self, config: R, display: "Display", *, team: "Team") -> "Summary": ...
 
 
 class RanksNeeded(Exception):
-    """The command must run in `count` processes, with the same arguments; `app` starts them, and
-    starts them again up to `restarts` times from checkpoints in the folder `out`."""
+    """The command must run in `count` processes; `app` starts them with `more` arguments, and
+    starts them again up to `restarts` times from checkpoints in the folder of the run."""
 
-    def __init__(self, count: int, restarts: int, out: str | None) -> None:
+    def __init__(
+        self, count: int, folder: RunFolder, restarts: int = 0, more: Sequence[str] = ()
+    ) -> None:
         super().__init__(count)
-        self.count, self.restarts, self.out = count, restarts, out
+        self.count, self.folder, self.restarts, self.more = count, folder, restarts, more
 
     def newest_checkpoint(self) -> str | None:
-        folder = Path(self.out or "").expanduser() / "checkpoints"
-        return max((path.name for path in folder.glob("step-*")), default=None)
+        steps = self.folder.checkpoints.glob("step-*")
+        return max((path.name for path in steps), default=None)
 
 
 def check_ranks(config: RunConfig, flags: Mapping[str, Any]) -> None:
@@ -88,9 +93,17 @@ def check_ranks(config: RunConfig, flags: Mapping[str, Any]) -> None:
                 "--out; give both, or omit it"
             )
         if asked is not None and asked > 1:
-            raise RanksNeeded(asked, restarts, config.run.out)
+            folder = choose_folder(config)
+            # chosen once: ranks that start again find it
+            more = ["--out", str(folder.path)] if config.run.out is None else []
+            raise RanksNeeded(asked, folder, restarts, more)
         if (alone := flags.get("stage_gpus")) not in (None, 1):
             raise ConfigError(f"--stage-gpus {alone} needs several GPUs; give --gpus, or omit it")
+        if (binding := flags.get("numa_binding")) is not None:
+            raise ConfigError(
+                f"--numa-binding {binding} binds the ranks of --gpus or torchrun; give --gpus, or "
+                "omit it"
+            )
     elif flags.get("gpus") not in (None, place.size):
         raise ConfigError(
             f"--gpus {asked}, but torchrun has started {place.size} ranks; omit the flag"
@@ -100,20 +113,33 @@ def check_ranks(config: RunConfig, flags: Mapping[str, Any]) -> None:
 def start_ranks(arguments: Sequence[str], needed: RanksNeeded) -> int:
     """Runs the command in several processes, and again after a failure; returns its exit code. A
     command that has written no checkpoint would fail again."""
+    arguments = [*arguments, *needed.more]
     before = None if "--resume" in arguments else needed.newest_checkpoint()
-    code = launch(needed.count, rank_command(arguments))
+    code = _launch(arguments, needed)
     for restart in range(1, needed.restarts + 1):
         newest = needed.newest_checkpoint()
         if code in (0, _INTERRUPTED) or newest in (None, before):
             break
         print(f"restart {restart} of {needed.restarts}, from {newest}", file=sys.stderr, flush=True)
         before = None
-        code = launch(needed.count, rank_command([*arguments, "--resume"]))
+        code = _launch([*arguments, "--resume"], needed)
+    return code
+
+
+def _launch(arguments: Sequence[str], needed: RanksNeeded) -> int:
+    logs = RankLogs(needed.folder.logs, after=needed.folder.config)
+    try:
+        code = launch(needed.count, rank_command(arguments, logs), logs)
+    finally:
+        logs.close()
+    if code not in (0, _INTERRUPTED) and logs.path(0).exists():
+        files = f"{logs.path(0)} to {logs.path(needed.count - 1).name}"
+        print(f"the output of each rank is in {files}", file=sys.stderr, flush=True)
     return code
 
 
 def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
-    """Runs it, alone or as one of several ranks, and prints how it ended."""
+    """Train, alone or as one of several ranks, and print a summary."""
     place = RankPlace.find()
     from overspill.parallel.join import joined
     from overspill.train.team import Team
@@ -122,7 +148,8 @@ def run_and_report(config: C, run: Run[C], as_json: bool) -> None:
         if place is None:
             summary = _run(config, run, as_json, Team())
         else:
-            with joined(place, config.memory.device, config.stage_ranks) as others:
+            memory = config.memory
+            with joined(place, memory.device, config.stage_ranks, memory.numa_binding) as others:
                 summary = _run(config, run, as_json, Team(others))
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None

@@ -46,10 +46,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _serve(model: str, as_json: bool, **flags: Any) -> None:
-    """With --json the address is one line of JSON."""
+    """Serve a model until a signal. With --json the address is one line of JSON."""
     config = ServerConfig.make({name: value for name, value in flags.items() if value is not None})
     keys = config.read_keys()
-    config.allowed_origins  # noqa: B018 - it checks them
+    config.allowed_origins  # noqa: B018 - the property checks them
     _check_installed()
     config.decoder.check(model, config.model.check(model, needs_text=False))
     # Imported only after the flags are checked.
@@ -63,7 +63,7 @@ def _serve(model: str, as_json: bool, **flags: Any) -> None:
         with config.model.open(model) as llm, short_collections():
             service, url = Service(llm, model, config, keys), address_of(bound)
             drained = serve(service, bound, lambda: _announce(service, url, bool(keys), as_json))
-    if not drained:  # what Python does at its end takes seconds
+    if not drained:  # the exit of Python takes seconds
         sys.stdout.flush()
         os._exit(0)
 

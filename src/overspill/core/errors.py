@@ -30,7 +30,7 @@ class OrderError(OverspillError, RuntimeError):
 
 
 class RankError(OverspillError, RuntimeError):
-    """Something failed on another rank."""
+    """A failure on another rank."""
 
 
 class EngineError(OverspillError, RuntimeError):

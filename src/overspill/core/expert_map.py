@@ -1,4 +1,4 @@
-"""Which experts of a layer this process holds: global expert ids and local positions."""
+"""Global expert ids and local positions of the experts of a layer that this process holds."""
 
 import functools
 import itertools
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Maps the global expert ids that a router names to positions among the local experts.
+    """Map from the global expert ids that a router names to positions among the local experts.
 
     Checkpoints, seeds and routers use global ids. Records, slots, counts and waves use positions.
     With one process both are the same until experts are swapped; with expert parallelism each
@@ -21,7 +21,7 @@ class ExpertMap:
 
     @classmethod
     def whole(cls, n_experts: int) -> "ExpertMap":
-        """All experts are local."""
+        """The map of a layer whose experts are all local."""
         return cls(n_experts, tuple(range(n_experts)))
 
     @classmethod
@@ -33,8 +33,8 @@ class ExpertMap:
 
     @classmethod
     def part(cls, n_global: int, rank: int, n_ranks: int) -> "ExpertMap":
-        """The experts of one rank: consecutive ids, and the first ranks hold one more where ranks
-        do not divide the experts."""
+        """The map of one rank: consecutive ids. The first ranks hold one more where the number of
+        ranks does not divide the number of experts."""
         each, more = divmod(n_global, n_ranks)
         first = rank * each + min(rank, more)
         return cls(n_global, tuple(range(first, first + each + (rank < more))))
@@ -52,7 +52,7 @@ class ExpertMap:
         return all(a < b for a, b in itertools.pairwise(self.local_ids))
 
     def swapped(self, first: int, second: int) -> "ExpertMap":
-        """The map after the experts at two positions were swapped."""
+        """The map after the experts at two positions have been swapped."""
         ids = list(self.local_ids)
         ids[first], ids[second] = ids[second], ids[first]
         return ExpertMap(self.n_global, tuple(ids))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ExpertId(NamedTuple):
-    """The MoE layer (counting MoE layers only) and the index of the expert in it.
+    """Key of an expert: the MoE layer (counting MoE layers only) and the index in it.
 
     The order of the tuples, lowest layer first, is the order in which a forward needs the experts.
     """
@@ -27,7 +27,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The tensors of one feed-forward expert.
+    """Shapes of the tensors of one feed-forward expert.
 
     w_in is [2H, D] if `gated`, else [H, D]; w_out is [D, H]; both are transposed if `transposed`.
     With `bias` each has one. A record consists of w_in, w_out, b_in and b_out, flat.

@@ -1,4 +1,4 @@
-"""When Python's garbage collector may run."""
+"""Limits on Python's garbage collector."""
 
 import contextlib
 import gc
@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """The garbage collector leaves alone what exists now: with the objects of all imported modules
-    a full collection takes a quarter of a second, in which no Python thread runs."""
-    if gc.get_freeze_count():  # the caller does the same
+    """Exclude all present objects from garbage collection within the block: with the objects of all
+    imported modules a full collection takes a quarter of a second, in which no Python thread
+    runs."""
+    if gc.get_freeze_count():  # the caller has excluded them
         yield
         return
     gc.collect()
@@ -27,9 +28,10 @@ _paused: list[bool] = []  # for each pause: whether it has disabled the garbage 
 
 
 def pause_collection() -> None:
-    """Until `resume_collection`, no garbage is collected: what ends then may wait for a device, and
-    that for the native thread that calls this. Makes no object: that might collect."""
-    _pause_lock.acquire()  # not `with`, which makes some
+    """Collect no garbage until `resume_collection`. The end of an object may wait for a device,
+    and the device for the native thread that calls this. Creates no object: that could start a
+    collection."""
+    _pause_lock.acquire()  # not `with`, which creates objects
     _paused.append(gc.isenabled())
     gc.disable()
     _pause_lock.release()
@@ -37,13 +39,13 @@ def pause_collection() -> None:
 
 def resume_collection() -> None:
     _pause_lock.acquire()
-    if _paused.pop():  # the last one: others may end in any order
+    if _paused.pop():  # the last pause: pauses may end in any order
         gc.enable()
     _pause_lock.release()
 
 
 def _forget_pauses() -> None:
-    """A forked child does not have the threads that would end them."""
+    """Enable collection in a forked child, which lacks the threads that would end the pauses."""
     global _pause_lock
     _pause_lock = threading.Lock()
     if any(_paused):

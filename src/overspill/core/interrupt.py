@@ -1,4 +1,4 @@
-"""Ctrl-C: where it may take effect, and waiting that it cannot spoil."""
+"""Deferred Ctrl-C, and a condition variable that Ctrl-C leaves intact."""
 
 import signal
 import threading
@@ -7,8 +7,9 @@ from typing import Any, Self
 
 
 class DeferredInterrupt:
-    """A context in which the first Ctrl-C takes effect in `check` or at the end, the second at
-    once. A signal handler of the caller, and threads other than the main one, are left alone."""
+    """Context in which the first Ctrl-C takes effect in `check` or at the end, the second at once.
+    Does nothing in threads other than the main one, or if the caller has a signal handler of its
+    own."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -39,23 +40,24 @@ class DeferredInterrupt:
 
 
 class Condition:
-    """A condition variable whose lock is still held if Ctrl-C interrupts `wait`, at whatever
-    instruction. (That of the standard library may lose the lock.)
+    """Condition variable whose lock is still held if Ctrl-C interrupts `wait`, at any instruction.
+    (The one of the standard library may lose the lock.)
 
-    Python looks for signals after a call, never within one of C code: the lock is released and the
-    fact noted in one such call. An interrupt may still come between a change and its notification,
-    so a `wait` has a time limit, after which its caller must look again.
+    Python looks for signals after a call, never within a call of C code: the lock is released and
+    the fact noted in one such call. An interrupt may still come between a change and its
+    notification, so a `wait` has a time limit, after which its caller must look again.
     """
 
     LIMIT = 1.0
-    """Seconds."""
+    """Seconds after which a `wait` ends without a notification."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock: Any = lock  # its methods for condition variables are not declared
         self._waiting: list[threading.Lock] = []
 
     def wait(self, limit: float = LIMIT) -> None:
-        """Called with the lock held: releases it until a notification, or for `limit` seconds."""
+        """Release the lock until a notification, or for `limit` seconds. The caller holds the
+        lock."""
         notified = threading.Lock()
         notified.acquire()
         self._waiting.append(notified)
@@ -71,16 +73,16 @@ class Condition:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a thread waits."""
+        """Whether a thread waits for a notification."""
         return bool(self._waiting)
 
     def notify(self) -> None:
-        """Called with the lock held: wakes the thread that has waited longest."""
+        """Wake the thread that has waited longest. The caller holds the lock."""
         if self._waiting:
             self._waiting.pop(0).release()
 
     def notify_all(self) -> None:
-        """Called with the lock held: wakes every waiting thread."""
+        """Wake every waiting thread. The caller holds the lock."""
         waiting, self._waiting = self._waiting, []
         for notified in waiting:
             notified.release()

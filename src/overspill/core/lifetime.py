@@ -16,8 +16,8 @@ class Lifetime:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a forked child. It has neither the engine's threads nor its memory, and
-        its locks may be held for ever."""
+        """Whether this process was forked from the one that opened the engine. It has neither the
+        engine's threads nor its memory, and its locks may be held for ever."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
@@ -28,20 +28,23 @@ class Lifetime:
             )
 
     def check(self) -> None:
-        """Raises if the engine cannot be used."""
+        """Raise an OrderError if the engine cannot be used."""
         self.check_process()
         if self.closed:
             raise OrderError("the engine is closed and its experts are gone; load the model again")
 
 
 store_locks: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Of all engines. A device may wait for a native thread that waits for one of them."""
+"""The locks of the stores of all engines. A device may wait for a native thread that waits for one
+of them."""
 
 
 def outside_engine_threads(function: Callable[[], object]) -> None:
-    """Calls a function that waits for an engine or its device, from the garbage collector. That may
-    run in a thread that holds what the function waits for, of an engine, or a native one, or with
-    the lock of a store: then another thread calls it."""
+    """Call a function that waits for an engine or its device, on behalf of the garbage collector.
+
+    The collector may run in a thread for which the function would wait (of an engine, or a native
+    thread), or in one that holds the lock of a store: then another thread calls the function.
+    """
     engine_thread = threading.current_thread().name.startswith(("overspill-", "Dummy-"))
     if engine_thread or any(lock._is_owned() for lock in store_locks):
         threading.Thread(target=function, name="close", daemon=True).start()

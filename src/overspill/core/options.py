@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which numbers are valid, and the words for it."""
+    """A condition on numbers, and its description for error messages."""
 
     words: str
     holds: Callable[[float], bool]
@@ -54,7 +54,7 @@ Size = Annotated[str | int, SIZE]
 
 @dataclass(frozen=True)
 class Option:
-    """One field, as a flag and a check need it."""
+    """One field of a dataclass, as flags and checks need it."""
 
     name: str
     default: Any
@@ -68,7 +68,7 @@ class Option:
 
 @functools.cache
 def options_of(cls: Any) -> tuple[Option, ...]:
-    """The fields of a dataclass, those of its base classes first."""
+    """The fields of a dataclass, inherited ones first."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(
         Option(item.name, item.default, *_read_type(hints[item.name])) for item in fields(cls)
@@ -91,22 +91,22 @@ def check_options(options: Any, cls: Any) -> None:
 
 
 def values_of(options: Any, cls: Any) -> dict[str, Any]:
-    """The values that `options` has of the fields of one of its base classes."""
+    """The fields of a base class of `options` and their values."""
     return {item.name: getattr(options, item.name) for item in fields(cls)}
 
 
 def takes(
     make: Callable[P, T],
 ) -> Callable[[Callable[[S, T], R]], Callable[Concatenate[S, P], R]]:
-    """Lets callers of a function of something and an object with options give the options as
-    arguments; their help becomes a part of its docstring."""
+    """Decorator that replaces the last parameter of a function, an object with options, by the
+    options themselves as arguments; their help becomes a part of its docstring."""
     return lambda function: _with_options(function, make)
 
 
 def init_takes(
     make: Callable[P, T],
 ) -> Callable[[Callable[[S, Any, T], None]], Callable[Concatenate[S, Any, P], None]]:
-    """`takes` for `__init__`."""
+    """`takes` for `__init__`, which has `self` as an additional parameter."""
     return lambda function: _with_options(function, make)
 
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """How codes lie in a checkpoint."""
+    """Layout of packed weights in a checkpoint."""
 
     MXFP4_STACK = "stacks of MXFP4 (_blocks, _scales)"
     E2M1 = "codes of 4 bits (e2m1)"
@@ -21,14 +21,14 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way in which some of the weights are packed."""
+    """Description of packed weights: layout, scales and bits."""
 
     kind: Kind
     block: tuple[int | None, int | None]
-    """Rows and columns that share a scale; None for all of them."""
+    """Rows and columns that share a scale; None for all rows or columns."""
     bits: int = 4
     zero_offset: int = 0
-    """What stored zero points lack."""
+    """Added to stored zero points."""
 
 
 QUANTIZATIONS = {
@@ -36,4 +36,4 @@ QUANTIZATIONS = {
     "int4": Scheme(Kind.INTEGERS, (1, 32)),
     "fp8": Scheme(Kind.E4M3, (128, 128), 8),
 }
-"""The ways in which Overspill packs plain weights, by the values of `quantize`."""
+"""Schemes by which Overspill packs plain weights, by the values of `quantize`."""

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 
 class RoutingSource(Protocol):
-    """Gives the expert ids of tokens in place of the routers of a model."""
+    """Source of expert ids in place of a model's routers."""
 
     n_layers: int
     n_experts: int
@@ -23,4 +23,4 @@ class StepSource(Protocol):
     """A `RoutingSource` that can give the experts of all layers at once."""
 
     def all_layers(self, n_tokens: int, device: "torch.device") -> "torch.Tensor":
-        """Expert ids [L, T, K] of the next tokens."""
+        """Expert ids [L, T, K], int64, of the next tokens of all layers."""

@@ -97,7 +97,7 @@ def is_on_root(folder: str | os.PathLike[str], root: str | os.PathLike[str] = "/
 
 
 def _existing(folder: str | os.PathLike[str]) -> Path:
-    """The folder, or the one of its parents that exists."""
+    """The nearest existing folder: `folder` itself or one of its parents."""
     path = Path(folder).absolute()
     while not path.exists():
         path = path.parent
@@ -120,8 +120,8 @@ def _kilobytes(text: str) -> dict[str, int]:
 
 
 def _cgroup_headroom(proc: Path, cgroup: Path, total: int) -> list[int]:
-    """The unused part of each memory limit of this process's cgroups and their parents that is
-    below the machine's total."""
+    """The unused part of each memory limit that is below the machine's memory, of this process's
+    cgroups and their parents."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:

@@ -31,13 +31,13 @@ log = logging.getLogger("overspill")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno")
 
 _PATIENCE = 3.0
-"""Seconds after which a user is told what takes so long."""
+"""Seconds after which the user is told that a kernel is being compiled."""
 
 _HASH_BYTES = hashlib.sha256().digest_size
 
 
 class _BuildError(Exception):
-    """The reason for the warning."""
+    """Failure of a compilation; its text is the reason for the warning."""
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def _key(source: Path, compiler: list[str]) -> str:
 
 
 def _texts(source: Path) -> list[str]:
-    """The source and all headers that it includes with quotes, directly or not."""
+    """The source, and all headers that it includes with quotes, directly or indirectly."""
     files, texts = [source], []
     for file in files:  # grows in the loop
         texts.append(file.read_text())
@@ -128,9 +128,9 @@ def _own_temporary_folder() -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keeps other threads and processes, such as the ranks of a mesh, from compiling the same
-    kernel, which takes up to half a minute. Some network file systems have no locks: libraries are
-    complete without them."""
+    """Let no other thread or process, such as the ranks of a mesh, compile the same kernel
+    meanwhile, which takes up to half a minute. Some network file systems have no locks: libraries
+    are complete without them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # the cache may have been removed
         file = path.open("a")
@@ -176,7 +176,7 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
 
 @contextlib.contextmanager
 def _told_if_slow(source: Path) -> Iterator[None]:
-    """The kernels of experts take a core about a minute."""
+    """Log a line if the block takes long: the kernels of experts take a core about a minute."""
     told = "compiling %s for this machine, once; it can take a minute or more"
     timer = threading.Timer(_PATIENCE, log.warning, (told, source.name))
     timer.daemon = True

@@ -62,28 +62,28 @@ class ExpertCosts:
     threads: int
     """Cores that compute experts."""
     load: float
-    """Upload of its weights on an otherwise idle machine."""
+    """Time of an upload of its weights on an otherwise idle machine."""
     load_beside: float
-    """The same while the CPU computes experts."""
+    """Time of an upload while the CPU computes experts."""
     cpu_forward: Curve
     cpu_backward: Curve
-    """Gradients of the tokens only, with pre-activations recomputed."""
+    """Time on the CPU of the gradients of the tokens only, with pre-activations recomputed."""
     cpu_training: Curve
-    """As cpu_backward, with gradients of the weights in host memory."""
+    """Time on the CPU of the gradients of tokens and weights; the latter are in host memory."""
     cpu_beside: float
     """Factor by which CPU times grow during uploads."""
     gpu_forward: Curve
     gpu_backward: Curve
-    """As cpu_backward."""
+    """Time on the GPU of the gradients of the tokens only, with pre-activations recomputed."""
     gpu_training: Curve
-    """As gpu_backward, with gradients of the weights in its memory."""
+    """Time on the GPU of the gradients of tokens and weights; the latter are in GPU memory."""
     round_trip: float
     """Passing a few tokens to the CPU and their results back, without computing."""
 
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """How fast experts in host memory are read: serving chooses by it who computes them."""
+    """Speeds of reading experts in host memory, by which serving chooses between CPU and GPU."""
 
     cores: int
     """Cores used by the measurements."""
@@ -111,7 +111,7 @@ class Profile:
         return None
 
     def with_costs(self, costs: ExpertCosts) -> "Profile":
-        """Replaces the costs of the same kind of expert."""
+        """The profile with these costs in place of those of the same kind of expert."""
         key = (costs.shape, costs.dtype, costs.threads)
         others = [e for e in self.experts if (e.shape, e.dtype, e.threads) != key]
         return dataclasses.replace(self, experts=(*others, costs))

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overspill.core.errors import BudgetError, ConfigError, OverspillError, RankError
 from overspill.core.options import Device
-from overspill.hardware.machine import choose_device, usable_cores
+from overspill.hardware.machine import choose_device, cpu_threads, usable_cores
+from overspill.hardware.numa import NumaBinding, bind_rank
 from overspill.parallel.launcher import RankPlace
 from overspill.parallel.ranks import Ranks
 from overspill.parallel.watchdog import LATE, Page, Watchdog, report
@@ -40,15 +42,21 @@ class Joined:
     mesh: DeviceMesh
     ranks: Ranks
     watchdog: Watchdog
+    threads: int | None = None
+    """This rank's share of the cores that it is bound to; None: it is not bound."""
 
 
 @contextlib.contextmanager
 def joined(
-    place: RankPlace, device: Device | None, stage_ranks: Callable[[int], int] = lambda node_size: 1
+    place: RankPlace,
+    device: Device | None,
+    stage_ranks: Callable[[int], int] = lambda node_size: 1,
+    numa_binding: NumaBinding | None = None,
 ) -> Iterator[Joined]:
     """Let the ranks work together within the block. `device` is the --device of all ranks; each has
     its own GPU, unless it names one. `stage_ranks` gives the number of a node's ranks that divide
-    pipeline stages. If it or the block fails, the process ends, and one rank reports the cause."""
+    pipeline stages. With `numa_binding` each rank runs on cores near its GPU. If it or the block
+    fails, the process ends, and one rank reports the cause."""
     _end_with_parent(place.launcher)
     if place.rank > 0:  # one rank shows what all would
         logging.disable(logging.WARNING)
@@ -66,6 +74,7 @@ def joined(
         own_gpu = chosen.type == "cuda" and not _is_shared(device)
         if own_gpu:
             torch.cuda.set_device(chosen)
+        threads = _bind(place, numa_binding, own_gpu)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
             store=store,
@@ -76,7 +85,7 @@ def joined(
         mesh = _mesh(place, "cuda" if own_gpu else "cpu", stage_ranks, chosen)
         ranks = Ranks(mesh, chosen)
         watchdog.follow(ranks)
-        yield Joined(mesh, ranks, watchdog)
+        yield Joined(mesh, ranks, watchdog, threads)
         ranks.gather(None)  # none ends before all have ended their work
     watchdog.stop()
     dist.destroy_process_group()
@@ -174,6 +183,29 @@ def _choose_device(device: Device | None, place: RankPlace) -> torch.device:
             "--gpu-memory for ranks that share a GPU"
         )
     return choose_device(f"cuda:{place.node_rank}")
+
+
+def _bind(place: RankPlace, binding: NumaBinding | None, own_gpu: bool) -> int | None:
+    """Bind this rank to cores near its GPU, before it allocates memory; return the number of
+    threads for its share of them."""
+    if binding is None:
+        return None
+    if not own_gpu:
+        raise ConfigError(
+            f"--numa-binding {binding} needs a GPU for each rank, and these ranks compute on the "
+            "CPU or share a GPU; omit the flag"
+        )
+    gpus = [_pci_address(number) for number in range(place.node_size)]
+    ranks = bind_rank(binding, gpus, place.node_rank)
+    if ranks is None:
+        return None
+    torch.set_num_threads(max(1, usable_cores() // ranks))
+    return max(1, cpu_threads() // ranks)
+
+
+def _pci_address(gpu: int) -> str:
+    found: Any = torch.cuda.get_device_properties(gpu)  # its types lack these numbers
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 # -- the end --------------------------------------------------------------------------------------

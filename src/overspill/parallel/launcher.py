@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Protocol
 
 from overspill.core.errors import ConfigError
+from overspill.parallel.rank_logs import RankLogs
 
 GRACE = 5.0
 """Seconds in which ranks may end by themselves after one has failed, or after a second signal."""
@@ -76,18 +77,28 @@ class Process(Protocol):
 Start = Callable[[Mapping[str, str]], Process]
 
 
-def rank_command(arguments: Sequence[str]) -> Start:
+def rank_command(arguments: Sequence[str], logs: RankLogs) -> Start:
     """Start `overspill` with these arguments, in a session of its own: Ctrl-C in the terminal
     reaches only the launcher, which passes it on once."""
     line = [sys.executable, "-m", "overspill", *arguments]
-    return lambda environment: subprocess.Popen(
-        line, env={**os.environ, **environment}, start_new_session=True
-    )
+
+    def start(environment: Mapping[str, str]) -> Process:
+        with logs.streams(int(environment["RANK"])) as (output, errors):
+            return subprocess.Popen(
+                line,
+                env={**os.environ, **environment},
+                start_new_session=True,
+                stdout=output,
+                stderr=errors,
+            )
+
+    return start
 
 
-def launch(size: int, start: Start) -> int:
+def launch(size: int, start: Start, logs: RankLogs | None = None) -> int:
     """Start `size` ranks and wait for them; return the exit code of the first that failed. SIGINT
-    and SIGTERM are passed on to all ranks. None of them outlives this call."""
+    and SIGTERM are passed on to all ranks. None of them outlives this call. Meanwhile `logs` copies
+    their output."""
     ranks: list[Process] = []
     received: list[int] = []
 
@@ -101,18 +112,20 @@ def launch(size: int, start: Start) -> int:
         port = _free_port()
         for rank in range(size):
             ranks.append(start(_environment(rank, size, port)))
-        code = _wait(ranks, received)
+        code = _wait(ranks, received, logs.copy if logs else time.sleep)
         codes = [process.poll() for process in ranks]
         if code == 0 and None in codes:
             stuck = f"rank {codes.index(None)} has not ended {_END:g} s after another one has"
-            print(f"error: {stuck}; it may be stopped", file=sys.stderr, flush=True)
+            seen = logs.mention(codes.index(None)) if logs else ""
+            print(f"error: {stuck}; it may be stopped{seen}", file=sys.stderr, flush=True)
             return 1
         if code < 0 and received:
             return 130  # it could not handle the signal
         if code < 0:  # it could not say so itself
             rank = next(n for n, process in enumerate(ranks) if process.poll() == code)
             name = signal.Signals(-code).name
-            print(f"error: rank {rank} was killed by {name}", file=sys.stderr, flush=True)
+            seen = logs.mention(rank) if logs else ""
+            print(f"error: rank {rank} was killed by {name}{seen}", file=sys.stderr, flush=True)
         return max(code, 1) if code else 0
     finally:
         _kill(ranks)
@@ -120,7 +133,9 @@ def launch(size: int, start: Start) -> int:
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[Process], received: Sequence[int]) -> int:
+def _wait(
+    ranks: Sequence[Process], received: Sequence[int], idle: Callable[[float], object]
+) -> int:
     """The exit code of the first rank that fails, when the others have ended or had time to; 0 if
     none does. If one is killed, the others cannot go on, and are not waited for. A rank that waits
     for a stopped one handles no signal: after the second one they have limited time too, and after
@@ -138,7 +153,7 @@ def _wait(ranks: Sequence[Process], received: Sequence[int]) -> int:
             return failed
         if time.monotonic() > deadline:
             return failed or (-received[-1] if received else 0)
-        time.sleep(_POLL)
+        idle(_POLL)
 
 
 def _kill(ranks: Sequence[Process]) -> None:

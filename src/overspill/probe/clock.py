@@ -18,17 +18,17 @@ Copies = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 """The (destination, source) pairs of the n-th copy."""
 
 _MIN_REPEATS = 3
-_MAX_LIMITS = 6  # after so many time limits fewer repeats are enough
+_MAX_LIMITS = 6  # time limits after which fewer repeats are enough
 _IN_FLIGHT = 3
 _MIN_COPIES = 5
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time and memory a measurement takes; tests use less."""
+    """Limits on the time and memory of a measurement; tests use lower ones."""
 
     seconds: float = 0.05
-    """Time limit of one measurement."""
+    """Time limit of one measurement, in seconds."""
     slow: float = 0.3
     """Seconds of one point after which a curve is cut short."""
     cold: int | None = None
@@ -79,7 +79,7 @@ def seconds_of(
 
 
 class BackgroundCopies:
-    """Copies on a lane while the block runs, several in flight, as the uploader issues them."""
+    """Copies on a stream while the block runs, several in flight, as the uploader issues them."""
 
     def __init__(self, lane: CopyStream, copies: Copies) -> None:
         self._lane = lane
@@ -129,7 +129,7 @@ def copy_seconds(limit: float, copies: BackgroundCopies) -> float:
 
 
 class Steps:
-    """Reports to `progress` which of `total` measurements runs."""
+    """Counter that reports each of `total` measurements to `progress`."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress

@@ -57,7 +57,8 @@ def measure_expert(
     tokens: Sequence[int] = TOKENS,
     effort: Effort | None = None,
 ) -> ExpertCosts:
-    """Takes a few seconds for most experts. Without a GPU, `device` is the CPU in its place."""
+    """Measure the costs of an expert, in a few seconds for most experts. Without a GPU, `device` is
+    the CPU in its place."""
     reason = why_unsupported(dtype, shape, None)
     if reason is not None:
         raise ConfigError(f"the CPU kernel cannot compute such experts: {reason}")
@@ -247,14 +248,14 @@ class _ExpertBench:
 
 
 class _Work(NamedTuple):
-    """A function to time, and how many experts one call computes."""
+    """A function to time, and the number of experts that one call computes."""
 
     job: Callable[[], object]
     experts: int
 
 
 _MakeWork = Callable[[int, int], _Work]
-"""From the tokens of each expert and the number of experts."""
+"""Makes the work from the number of tokens of each expert and the number of experts."""
 
 
 class _RoundTrip:
@@ -320,7 +321,7 @@ def rising(points: Sequence[tuple[int, float]]) -> Curve:
 
 
 def _slots_that_fit(size: int, device: torch.device) -> int:
-    """How many slots fit into a quarter of the free GPU memory; at least one."""
+    """The number of slots that fit into a quarter of the free GPU memory; at least one."""
     if device.type != "cuda":
         return _GROUP
     return max(1, torch.cuda.mem_get_info(device)[0] // 4 // size)

@@ -1,4 +1,4 @@
-"""Measures the machine: how fast the link and the CPU read experts in host memory."""
+"""Measures the machine: the rates at which the link and the CPU read experts in host memory."""
 
 import statistics
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ def measure_machine(
     progress: Progress | None = None,
     effort: Effort | None = None,
 ) -> MachineProfile:
-    """Without a GPU, `device` is the CPU, and copies are those within host memory."""
+    """Measure the rates of this machine. Without a GPU, `device` is the CPU, and copies are those
+    within host memory."""
     effort = effort or Effort()
     size = effort.copy
     cold = cold_bytes() if effort.cold is None else effort.cold
@@ -44,7 +45,7 @@ def measure_machine(
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Sets the number of threads of torch."""
+    """Set torch's number of threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

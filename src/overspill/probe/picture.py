@@ -69,7 +69,7 @@ def _draw_panel(axes: "Axes", comparison: Comparison, cpu_beside: float) -> None
 
 
 def _mark_crossing(axes: "Axes", comparison: Comparison, last: int) -> None:
-    """Marks and states which is faster."""
+    """Mark the crossing of the times, and state which side is faster."""
     crossing = comparison.crossing(last)
     if 0 < crossing < last:
         height = comparison.load_and_gpu(crossing) * 1e3
@@ -99,7 +99,7 @@ def _draw_legend(axes: "Axes", device: str) -> None:
 
 
 def _grid(comparison: Comparison) -> list[int]:
-    """Up to 200 numbers of tokens, to the last that was measured on the CPU."""
+    """Up to 200 numbers of tokens, up to the highest that was measured on the CPU."""
     last = max(comparison.cpu.tokens[-1], 2)
     count = 200
     return sorted({round(last ** (step / count)) for step in range(count + 1)})

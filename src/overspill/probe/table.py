@@ -40,7 +40,8 @@ def limits_table(limits: MachineProfile, gpu: bool) -> "Table":
 
 
 def costs_table(costs: ExpertCosts) -> "Table":
-    """CPU and GPU times by tokens, and which is faster; backward is that of frozen experts."""
+    """Table of CPU and GPU times by tokens, and which is faster; backward is that of frozen
+    experts."""
     heads = [
         f"{first}\n{second}"
         for name in ("forward", "backward")
@@ -58,7 +59,7 @@ def costs_table(costs: ExpertCosts) -> "Table":
 
 
 def costs_lines(costs: ExpertCosts) -> list[str]:
-    """The other costs of an expert."""
+    """Lines with the costs of an expert that do not depend on its tokens."""
     most = costs.cpu_forward.tokens[-1]
     lines = [f"{one.name}: {_up_to(one.crossing(most), most)}" for one in comparisons(costs)]
     lines.append(

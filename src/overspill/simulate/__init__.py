@@ -1,6 +1,6 @@
 """Routing that does not come from a model's routers: drawn or replayed.
 
-Random weights route almost evenly. Whatever depends on popular experts is measured with these.
+Random weights route almost evenly. Effects of popular experts are measured with these routings.
 """
 
 from overspill.simulate.attach import routed_by

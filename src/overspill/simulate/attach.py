@@ -11,14 +11,14 @@ from overspill.core.routing import RoutingSource
 
 
 class _RoutedLayer(Protocol):
-    """What is used of an `ExpertPlaceholder`."""
+    """The method of an `ExpertPlaceholder` that replaces its routing."""
 
     def routed_by(self, source: RoutingSource) -> AbstractContextManager[None]: ...
 
 
 @contextmanager
 def routed_by(model: nn.Module, source: RoutingSource) -> Iterator[None]:
-    """Within the block, `source` selects the experts of an offloaded model; the routing weights
+    """Let `source` select the experts of an offloaded model within the block; the routing weights
     remain those of the model's routers."""
     layers = [p for p in model.parameters() if hasattr(p, "routed_by")]
     if not layers:

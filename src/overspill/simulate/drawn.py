@@ -58,8 +58,8 @@ class DrawnRouting:
         repeat: bool = False,
         zipf: bool = False,
     ) -> Self:
-        """Routing of imbalance `g`; which experts are popular differs by layer. The shares are
-        those of `hot_shares`, with `zipf` those of `zipf_shares`."""
+        """Routing of imbalance `g`, with other popular experts in each layer. The shares are those
+        of `hot_shares`, with `zipf` those of `zipf_shares`."""
         if n_layers < 1:
             raise ConfigError(f"n_layers={n_layers} must be at least 1")
         shares = (zipf_shares if zipf else hot_shares)(n_experts, g, top_k, repeat)

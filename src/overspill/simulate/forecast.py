@@ -32,16 +32,19 @@ _WEIGHT = 2
 _UPDATE = 26
 """Bytes of host memory that AdamW on the CPU reads and writes for each parameter."""
 _DEVICE_UPDATE = 28
-"""The same on a GPU, which reads the gradient from its memory and writes the weight."""
+"""Bytes of GPU memory that AdamW on the GPU reads and writes for each parameter: it also reads the
+gradient and writes the weight there."""
 _PASSES = 4
-"""Passes through a matrix in a step with recomputation: forward, again, and two of the backward."""
+"""Number of times that a step with recomputation multiplies by a matrix: forward, again, and two
+products of the backward."""
 _EXCHANGES = 5
-"""Token rows to GPUs and back in forward; inputs and gradients to GPUs and gradients back."""
+"""Exchanges of token rows in a step: two of the forward; of the backward, inputs and gradients to
+GPUs, and gradients back."""
 
 
 @dataclass(frozen=True)
 class NodeRates:
-    """What a node can do, each figure with all others in use."""
+    """Rates of a node, each one with all other resources in use."""
 
     link: float
     """Bytes a second from pinned host memory to one GPU."""
@@ -56,7 +59,7 @@ class NodeRates:
     exchange: float
     """Bytes a second that one GPU sends to others, while it receives as many."""
     all_links: float | None = None
-    """Bytes a second of all links together. None: each GPU has a link of its own."""
+    """Bytes a second of all links together. None: the links of GPUs are independent."""
     through_host: bool = False
     """GPUs exchange tokens through host memory, on the links of the uploads."""
 
@@ -68,14 +71,14 @@ class NodeRates:
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """A model, and the routing of one step on all GPUs together."""
+    """Sizes of a model, and the routing of one step on all GPUs together."""
 
     expert: int
     """Parameters of one expert."""
     dense: int
-    """Parameters of all that is not an expert; every GPU has them."""
+    """Parameters besides the experts; every GPU has them."""
     dense_active: int
-    """Those of them that compute for every token: not the embedding."""
+    """Dense parameters that compute for every token: all but the embedding."""
     d_model: int
     tokens: int
     rows_LE: Sequence[Sequence[int]]
@@ -89,7 +92,7 @@ class TrainingWork:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a step in which each resource is busy."""
+    """Busy seconds of each resource in a step."""
 
     gpu: float
     exchange: float
@@ -165,7 +168,7 @@ def _step(
 
 
 def _costs(work: TrainingWork, rates: NodeRates, n_gpus: int, resident: float) -> PlacementCosts:
-    """Of one pass through a layer."""
+    """Costs of one pass through a layer."""
     # GPUs that upload at the same time share what all of them can read
     link = min(rates.link, (rates.all_links or rates.link * n_gpus) / n_gpus)
     link = min(link, rates.host_memory / n_gpus)
@@ -178,7 +181,7 @@ def _costs(work: TrainingWork, rates: NodeRates, n_gpus: int, resident: float) -
 @dataclass(frozen=True)
 class _Layer:
     seconds: float
-    """Of the busiest GPU, in all passes."""
+    """Busy time of the busiest GPU in all passes."""
     most_rows: int
     uploads_G: Rows
 

@@ -1,4 +1,4 @@
-"""How unevenly tokens are spread over experts, and shares of a given imbalance."""
+"""Imbalance of the tokens of experts, and shares of a given imbalance."""
 
 import math
 from collections.abc import Sequence

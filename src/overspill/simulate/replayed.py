@@ -50,7 +50,8 @@ class ReplayedRouting:
 
     @classmethod
     def from_npz(cls, path: Path | str, n_experts: int | None = None) -> "ReplayedRouting":
-        """A file with `experts` [tokens, layers, top_k] and the `offsets` of its sequences."""
+        """The routing of a file with `experts` [tokens, layers, top_k] and the `offsets` of its
+        sequences."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 experts, offsets = file["experts"], file["offsets"]
@@ -90,7 +91,7 @@ class ReplayedRouting:
 
 
 def _from(trace: Tensor, start: int, n_tokens: int) -> Tensor:
-    """Tokens [..., T, K] from `start` on, from the beginning again after the end."""
+    """Routing of tokens [..., T, K] from `start` on, from the beginning again after the end."""
     length = trace.shape[-2]
     if start + n_tokens <= length:
         return trace.narrow(-2, start, n_tokens)

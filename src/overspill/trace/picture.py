@@ -33,7 +33,7 @@ _SHADES = {
 }
 _OTHER = ("#7d6a4f", "#b3a184")
 _PASSES = {"forward": ("#dfe6ee", "#22272e"), "backward": ("#8794a3", "#ffffff")}
-"""Fill and text colour of the band above the rows."""
+"""Fill and text colour of the pass names above the rows."""
 _INK, _FAINT = "#22272e", "#d5dae0"
 _BAR_HEIGHT = 0.76
 _PASS_TOP, _PASS_HEIGHT = -0.98, 0.34
@@ -45,9 +45,12 @@ def draw_timeline(
     title: str,
     colours: Mapping[Span, str] | None = None,
 ) -> None:
-    """One band of bars per row, and at the right the busy share of each row. Overlapping spans of
-    a row share its band. Spans in `colours`, dark ones, have these instead of their row's. In
-    training, a band above the rows names the passes, and lines mark the ends of steps."""
+    """Draw one band of bars per row, and at the right the busy share of each row.
+
+    Overlapping spans of a row share its band. Spans in `colours`, dark ones, have these colours
+    instead of their row's. In training, a band above the rows names the passes, and lines mark the
+    ends of steps.
+    """
     # Imported here because matplotlib takes a second to import. Not pyplot: it keeps global state
     # and may need a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

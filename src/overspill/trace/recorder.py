@@ -29,7 +29,7 @@ class ClockBase(NamedTuple):
 
 
 class _PendingSpan(NamedTuple):
-    """A device span that may not have ended."""
+    """Span on a device stream that may not have ended."""
 
     row: str
     name: str
@@ -40,7 +40,7 @@ class _PendingSpan(NamedTuple):
 
 
 class Recorder:
-    """Keeps the newest `capacity` spans. Thread-safe.
+    """Store of the newest `capacity` spans, and byte counters. Thread-safe.
 
     Spans are recorded between `start` and `stop` only; counters always count.
     """
@@ -70,11 +70,12 @@ class Recorder:
         self._base: ClockBase | None = None
 
     def add_source(self, source: Callable[[], None]) -> None:
-        """`source` is called before each read, to add what was timed or counted elsewhere."""
+        """Call `source` before each read, so that it can add spans and counts that were measured
+        elsewhere."""
         self._sources.append(source)
 
     def remove_source(self, source: Callable[[], None]) -> None:
-        """Calls it a last time; no-op if unknown."""
+        """Call `source` a last time, and no more; no-op if unknown."""
         if source in self._sources:
             source()
             self._sources.remove(source)
@@ -94,7 +95,7 @@ class Recorder:
         self._stopped_ns = time.perf_counter_ns()
 
     def clear(self) -> None:
-        """Removes all spans, also those that sources have not added yet; counters stay."""
+        """Remove all spans, also those that sources have not added yet. Counters stay."""
         self._read_sources()
         with self._lock:
             self._kept.clear()
@@ -133,8 +134,8 @@ class Recorder:
         end_event: "torch.cuda.Event",
         bytes: int = 0,
     ) -> None:
-        """A span on a stream between two recorded events with enable_timing=True, which must not be
-        recorded again."""
+        """Add a span on a stream between two recorded events with enable_timing=True, which must
+        not be recorded again."""
         if not self.enabled:
             return
         if self._base is None:
@@ -144,8 +145,8 @@ class Recorder:
             self._pending.append(_PendingSpan(row, name, start_event, end_event, bytes, base))
 
     def mark(self, name: str) -> None:
-        """A span without length on the row of the device that computes, when it has ended what was
-        queued before."""
+        """Add a span without length on the row of the device that computes, at the time when it has
+        completed all work that is queued now."""
         import torch
 
         if not self.enabled:
@@ -169,14 +170,14 @@ class Recorder:
             return dict(self._counters)
 
     def total_bytes(self) -> int:
-        """The sum of the byte counters, without what sources have not added yet: it waits for no
-        other thread."""
+        """The sum of the byte counters, without the counts that sources have not added yet: it
+        waits for no other thread."""
         with self._lock:
             return sum(self._counters.values())
 
     def collect(self) -> int:
-        """Converts the device spans that have ended, without waiting. Returns the number of the
-        others."""
+        """Convert the device spans that have ended, without waiting. Return the number of spans
+        that have not."""
         self._read_sources()
         with self._lock:
             # taken out: no two threads convert the same span, and events are queried without lock
@@ -207,8 +208,7 @@ class Recorder:
         return sorted(kept, key=lambda span: (span.start_ns, span.end_ns))
 
     def busy(self, since_ns: int, until_ns: int) -> dict[str, float]:
-        """The share of that time covered by the spans of each row, 0.0 for an idle row of
-        `ROWS`."""
+        """The share of a period that the spans of each row cover, 0.0 for an idle row of `ROWS`."""
         self.collect()
         recent = []
         with self._lock:
@@ -230,8 +230,8 @@ class Recorder:
 
 
 class GpuClock:
-    """Reads both clocks, again from time to time: they drift, and `elapsed_time` is a 32-bit float
-    that loses microseconds after a minute."""
+    """Aligned readings of both clocks, renewed from time to time: the clocks drift, and
+    `elapsed_time` is a 32-bit float that loses microseconds after a minute."""
 
     def __init__(self, device: "torch.device | None") -> None:
         self._device = device

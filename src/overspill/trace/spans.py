@@ -66,7 +66,7 @@ def assign_lanes(spans: Iterable[Span], slack_ns: int = 0) -> list[tuple[Span, i
 
 
 def rows_in_order(spans: Iterable[Span]) -> list[str]:
-    """The rows that have spans: those of `ROWS` in their order, then others by name."""
+    """The rows that have spans: first rows of `ROWS` in their order, then others by name."""
     used = {span.row for span in spans}
     return [row for row in ROWS if row in used] + sorted(used.difference(ROWS))
 
@@ -93,5 +93,5 @@ def passes(spans: Iterable[Span]) -> list[Span]:
 
 
 def step_ends(spans: Iterable[Span]) -> list[int]:
-    """When each optimizer step has ended on the device that computes."""
+    """The times at which optimizer steps have ended on the device that computes."""
     return sorted(span.end_ns for span in spans if (span.row, span.name) == (COMPUTE, STEP))

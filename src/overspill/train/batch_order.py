@@ -5,8 +5,10 @@ import numpy.typing as npt
 
 
 class BatchOrder:
-    """`count` items, in a new permutation for every epoch. The position of a run in its data is one
-    integer: the number of items read so far."""
+    """Order of `count` items, in a new permutation for every epoch.
+
+    The position of a run in its data is one integer: the number of items read so far.
+    """
 
     def __init__(self, count: int, seed: int) -> None:
         self._count, self._seed = count, seed
@@ -14,7 +16,7 @@ class BatchOrder:
         self._permutation: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def take(self, position: int, most: int) -> list[int]:
-        """The next items after `position` have been read, up to the end of the epoch."""
+        """Items after the first `position` ones, up to the end of the epoch."""
         epoch, start = divmod(position, self._count)
         if epoch != self._epoch:
             # seed and epoch alone determine the generator: any position can be entered directly
@@ -23,7 +25,7 @@ class BatchOrder:
         return [int(item) for item in self._permutation[start : start + most]]
 
     def take_across(self, position: int, count: int) -> list[int]:
-        """The next `count` items, from the following epochs too."""
+        """The `count` items after the first `position` ones, also from later epochs."""
         items: list[int] = []
         while len(items) < count:
             items += self.take(position + len(items), count - len(items))

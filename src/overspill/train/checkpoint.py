@@ -46,7 +46,7 @@ class TrainState:
     step: int
     """Optimizer steps taken."""
     position: int
-    """Sequences read."""
+    """Sequences that have been read."""
     data_digest: str
     facts: dict[str, Fact]
     """Settings that must be equal to resume from the checkpoint."""
@@ -71,8 +71,8 @@ def save(
     optimizer: AdamW,
     keep: int,
 ) -> Path:
-    """Writes the checkpoint of `state.step`, then removes all but the newest `keep`. Of several
-    ranks each writes its experts, and the first one the rest; of several nodes the first."""
+    """Write the checkpoint of `state.step`, then remove all but the newest `keep`. Each rank writes
+    its experts, and the first one the rest; with several nodes only the first node writes."""
     target = folder / f"step-{state.step:08d}"
     aside = folder / f"{_TMP}{target.name}"
     first = is_first(engine)
@@ -202,7 +202,7 @@ def _corrupt(path: Path, what: str) -> CheckpointError:
 
 
 def _restart(path: Path) -> str:
-    """Where a run begins without this checkpoint."""
+    """The advice of an error: the step at which a run goes on without this checkpoint."""
     before = [other for other in _complete(path.parent) if _step_of(other) < _step_of(path)]
     return f"to resume from {max(before, key=_step_of).name}" if before else "to start again"
 

@@ -35,7 +35,7 @@ def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
 def _write_dense(
     writer: StreamWriter | None, dense: Mapping[str, torch.Tensor], engine: Engine
 ) -> None:
-    """The first rank writes what all ranks have, or divide."""
+    """Write the dense tensors, equal or divided among ranks, from the first rank."""
     for name, value in dense.items():
         gathered = whole(value)
         if writer is not None and is_first(engine):
@@ -60,7 +60,7 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
 
 
 def read_dense(path: Path, model: torch.nn.Module, engine: Engine) -> None:
-    """Reads all but the experts, and checks that the file has these too."""
+    """Read all tensors but the experts, and check that the file has these too."""
     dense, layers = _names(model)
     with StreamReader(path, advice=_advice(path)) as reader:
         _check_specs(path, reader, _model_specs(dense, layers, engine))
@@ -70,8 +70,8 @@ def read_dense(path: Path, model: torch.nn.Module, engine: Engine) -> None:
 
 
 def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The dense tensors by their names in a state_dict; the names of the MoE layers, in order, also
-    of those that other ranks have."""
+    """The dense tensors by their names in a state_dict, and the names of the MoE layers, in order,
+    including layers that other ranks have."""
     layers: dict[str, None] = {}  # a layer has one placeholder, or one per weight
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "is_expert_placeholder"):
@@ -85,7 +85,8 @@ _PARTS = ("w_in", "w_out", "b_in", "b_out")
 def _model_specs(
     dense: Mapping[str, torch.Tensor], layers: list[str], engine: Engine
 ) -> dict[str, TensorSpec]:
-    """The dense tensors, and for each part of the records the stacked experts of a layer."""
+    """Types and shapes of the dense tensors and, for each part of the records, of the stacked
+    experts of a layer."""
     specs = _specs(dense)
     for layer in layers:
         for part, size in zip(_PARTS, engine.shape.sizes, strict=False):
@@ -159,7 +160,7 @@ def read_expert_states(reader: StreamReader, engine: Engine, optimizer: AdamW) -
 
 
 def _states(engine: Engine, optimizer: AdamW) -> Iterator[tuple[ExpertId, str, torch.Tensor]]:
-    """Every state of every expert, with a buffer for it that is used again and again."""
+    """Every state of every expert, with a buffer for it. Buffers are reused."""
     for section, dtype in optimizer.expert_sections():
         piece = torch.empty(engine.shape.numel, dtype=dtype)
         for expert in engine.records.ids():

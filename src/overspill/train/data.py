@@ -80,8 +80,8 @@ def _stdlib_files() -> list[Path]:
 def read_blocks(
     file: Path, characters: int, flag: str = "--data", errors: str = "replace"
 ) -> Iterator[str]:
-    """The text of `file` in blocks of whole lines: a file may be larger than memory. `errors`: what
-    is done with bytes that are not UTF-8, as for `open`."""
+    """The text of `file` in blocks of whole lines: a file may be larger than memory. `errors` is
+    the treatment of bytes that are not UTF-8, as for `open`."""
     opener: Callable[..., IO[str]] = gzip.open if file.suffix.lower() == ".gz" else open
     try:
         with opener(file, "rt", encoding="utf-8-sig", errors=errors) as handle:
@@ -148,7 +148,7 @@ def _write_tokens(
     dtype = np.dtype(np.uint16 if tokenizer.ids <= 2**16 else np.uint32)
     separator = [] if tokenizer.separator is None else [tokenizer.separator]
     digest, count = hashlib.blake2b(digest_size=16), 0
-    # names that neither another process nor another user of a shared cache can have
+    # no other process, nor another user of a shared cache, has these names
     aside, facts_aside = (
         p.with_suffix(f".{uuid.uuid4().hex}.tmp") for p in (array_path, facts_path)
     )
@@ -192,7 +192,8 @@ class Windows:
         return max(0, (len(self._tokens) - 1) // self.seq_len)
 
     def batch(self, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of these windows, int64 [len(windows), seq_len] each."""
+        """Inputs and targets of the windows with these numbers, int64 [len(windows), seq_len]
+        each."""
         length = self.seq_len + 1
         starts = [window * self.seq_len for window in windows]
         rows = np.stack([self._tokens[start : start + length] for start in starts])
@@ -211,7 +212,7 @@ class TokenData:
     n_tokens: int
 
     def train_batch(self, position: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next `size` sequences of the run after `position` have been read."""
+        """The `size` sequences after the first `position` ones of the run."""
         return self.train.batch(self.order.take_across(position, size))
 
     def eval_batches(self, count: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -221,7 +222,7 @@ class TokenData:
 
 
 def split(token_file: TokenFile, seq_len: int, seed: int, source: str) -> TokenData:
-    """The last 2% (at least one sequence) are for evaluation, the rest for training."""
+    """Training and evaluation windows: the last 2% (at least one sequence) are for evaluation."""
     tokens = token_file.tokens
     n_eval = max(int(len(tokens) * _EVAL_SHARE), seq_len + 1)
     n_train = len(tokens) - n_eval

@@ -39,7 +39,7 @@ from overspill.train.export_tokenizer import TokenizerFiles, tokenizer_files
 from overspill.train.run_folder import is_run
 from overspill.train.trained import find_checkpoint, find_model, find_shape
 
-_SHARD_BYTES = 5 * 10**9  # as in save_pretrained
+_SHARD_BYTES = 5 * 10**9  # as save_pretrained does
 _PIECE_BYTES = 256 * 2**20
 
 Progress = Callable[[str, int, int], None]
@@ -47,13 +47,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Summary of an export."""
 
     out: str
     model_type: str
     checkpoint: str
     step: int | None
-    """Of the run; None if a checkpoint of Hugging Face was quantized."""
+    """Step of the exported checkpoint; None if a checkpoint of Hugging Face was quantized."""
     parameters: int
     bytes: int
     """Size of the weights."""
@@ -232,7 +232,7 @@ def _write_weights(
 
 
 def _pieces(spec: TensorSpec) -> Iterator[tuple[int, int]]:
-    """(first element, elements) of the parts of a tensor that are in memory at once."""
+    """(first element, elements) of the pieces in which a tensor passes through memory."""
     most = _PIECE_BYTES // spec.dtype.itemsize
     return ((start, min(most, spec.numel - start)) for start in range(0, spec.numel, most))
 

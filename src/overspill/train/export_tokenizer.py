@@ -26,7 +26,7 @@ class TokenizerFiles:
 
 
 def tokenizer_files(name: str, shape: GPTConfig) -> TokenizerFiles:
-    """The files for --tokenizer `name`, with which the model was trained."""
+    """The files of the tokenizer given by --tokenizer `name`, with which the model was trained."""
     tokenizer = load_tokenizer(name)
     if tokenizer.ids > shape.vocab:
         raise ConfigError(

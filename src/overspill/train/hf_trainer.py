@@ -187,7 +187,7 @@ class TrainerAdamW(AdamW):
 
     def _check_file(self, engine: Engine, where: dict[str, Any]) -> None:
         with StreamReader(self._find(where)) as reader:
-            if reader.specs:  # experts may have been frozen since
+            if reader.specs:  # some experts may have been frozen since
                 self.allocate_expert_states()
             if reader.specs != expert_state_specs(engine, self):
                 raise CheckpointError(
@@ -207,7 +207,8 @@ class TrainerAdamW(AdamW):
                 engine.training.optimizer.set_steps(layer, steps)
 
     def _find(self, where: dict[str, Any]) -> Path:
-        """The file where it was written, or in the output folder if the run was moved."""
+        """The file of expert states: where it was written, or in the output folder if the run was
+        moved."""
         folder = Path(where["folder"])
         for candidate in (folder, self._output_dir / folder.name):
             file = candidate / EXPERT_STATES

@@ -3,18 +3,20 @@
 import abc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from overspill.core.errors import NonFiniteError
 from overspill.core.garbage import short_collections
 from overspill.hardware import machine
+from overspill.models.stages.stages import Stages
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
 from overspill.trace.spans import STEP
@@ -24,8 +26,9 @@ from overspill.train.metrics import EvalMetrics, MetricsFile, StepMetrics
 from overspill.train.plot import draw_loss
 from overspill.train.progress import Display, resume_command, showing
 from overspill.train.run_folder import RunFolder
+from overspill.train.run_spec import RunSpec
 from overspill.train.schedule import make_scheduler
-from overspill.train.session import RunSpec, Session
+from overspill.train.session import Session
 from overspill.train.signals import StopSignal
 from overspill.train.summary import Summary
 from overspill.train.tracer import Tracer
@@ -51,24 +54,24 @@ class Losses:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What the forward and backward passes of a step processed on all ranks."""
+    """Losses and amount of data of one step, on all ranks."""
 
     losses: Losses
-    """Of this rank; those of the step are the mean over ranks."""
+    """Losses of this rank; the losses of the step are the mean over ranks."""
     sequences: int
     tokens: int
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """What all ranks use, together."""
+    """Memory of all ranks together."""
 
     bytes_by_tier: dict[str, int]
     host_peak: int
 
 
 class Loop(abc.ABC, Generic[SummaryT]):
-    """The loop. The weights have had `step` updates; `position` sequences have been read."""
+    """Loop of a run. The weights have had `step` updates; `position` sequences have been read."""
 
     def __init__(
         self,
@@ -82,7 +85,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self.team = spec.team
         self.step, self.position = state.step, state.position
         self.saved = checkpoint.newest(folder.checkpoints) if state.step else None
-        with self.team.first_before_others():  # which may read what is left of the file
+        with self.team.first_before_others():  # others may read the file that the first cuts
             self.metrics = MetricsFile(folder.metrics, state.step) if self.team.is_first else None
         self.optimizer = session.optimizer
         self.scheduler = make_scheduler(
@@ -93,6 +96,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self.last: StepMetrics | None = None
         self.eval_loss: float | None = None
         self.timed_tokens, self.timed_seconds = 0, 0.0
+        self.stages = None if spec.config.stages is None else Stages(session.model)
 
     @abc.abstractmethod
     def backward(self) -> StepWork:
@@ -105,24 +109,38 @@ class Loop(abc.ABC, Generic[SummaryT]):
     @abc.abstractmethod
     def summary(self, interrupted: bool, seconds: float) -> SummaryT: ...
 
+    def backward_each(
+        self, micro_batches: Sequence[dict[str, Any]], loss: Callable[[int, Any], Tensor]
+    ) -> None:
+        """Compute the gradients of micro-batches, given as arguments of the model: each passes all
+        layers before the next begins, or with stages all of them pass a stage before the next one.
+        `loss` returns the loss of a micro-batch from its number and the model's output."""
+        if self.stages is not None:
+            self.stages.backward(micro_batches, self.optimizer, loss)
+            return
+        for number, inputs in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            with nullcontext() if last else self.optimizer.accumulate():
+                loss(number, self.session.model(**inputs)).backward()
+
     def before_steps(self) -> None:
-        """Called before the first step of this process."""
+        """Hook before the first step of this process."""
 
     def after_evaluation(self, metrics: EvalMetrics) -> None:
-        """Called after each evaluation."""
+        """Hook after each evaluation."""
 
     def after_steps(self) -> None:
-        """Called after the last step of this process."""
+        """Hook after the last step of this process."""
 
     def finish(self) -> SummaryT:
-        """Takes all steps that are left."""
+        """Take all remaining steps, and return the summary."""
         began = time.perf_counter()
         interrupted = self._run()
         self.after_steps()
         return self.summary(interrupted, time.perf_counter() - began)
 
     def _run(self) -> bool:
-        """Takes the steps; returns whether it was stopped before the last one."""
+        """Take the steps; return whether the run was stopped before the last one."""
         spec, run = self.spec, self.spec.config.run
         if self.step >= spec.steps:
             self.display.say(
@@ -173,7 +191,8 @@ class Loop(abc.ABC, Generic[SummaryT]):
         self._record(work, lr, time.perf_counter() - began)
 
     def check_finite(self, loss: float) -> None:
-        """To be called before backward, in which updates start: a NaN must not reach a weight."""
+        """Raise if the loss is not finite. Called before backward, in which updates start: a NaN
+        must not reach a weight."""
         if not math.isfinite(loss):
             raise self._not_finite(f"the loss is {loss}, and no weight was updated with it")
 

@@ -49,13 +49,16 @@ def _read_call(call: Any) -> Any:
     try:
         parsed = parse_json(function["arguments"])
     except ValueError:
-        return call  # the model wrote what is no JSON: it sees that again
+        return call  # the model wrote invalid JSON: it sees the same text again
     return {**call, "function": {**function, "arguments": parsed}}
 
 
 def fit_template(messages: Sequence[Message], render: Render) -> Sequence[Message]:
-    """The messages in the form that a template accepts. Some templates tell calls of tools by a
-    missing text, others refuse it or write "None"; some take arguments of tools as JSON text."""
+    """The messages in the form that a template accepts.
+
+    Some templates tell calls of tools by a missing text, others refuse it or write "None"; some
+    take arguments of tools as JSON text.
+    """
     forms = [messages]
     if any(message["content"] is None for message in messages):
         forms.append(_fill_texts(messages))

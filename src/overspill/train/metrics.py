@@ -15,7 +15,7 @@ from overspill.core.json_text import parse_json
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of a step; None for what was not measured, which the file omits."""
+    """Metrics of a step. The file omits values that are None: they were not measured."""
 
     step: int
     """Number of steps taken, from 1."""
@@ -32,13 +32,13 @@ class StepMetrics:
     host_peak: int | None
     gpu_peak: int | None
     gpu_use: dict[str, int] | None = None
-    """The budget of the GPU, what of it is reserved, and for what."""
+    """The budget of the GPU, its reserved part, and the uses of that part."""
     rank_rows: list[int] | None = None
     """Token rows that each rank has computed in the last passes."""
     rank_balance: float | None = None
-    """The most of a rank over the mean."""
+    """Token rows of the busiest rank over the mean."""
     rank_balance_static: float | None = None
-    """The same if owners computed all rows of their experts."""
+    """`rank_balance` if owners computed all rows of their experts."""
     predictor: dict[str, float] | None = None
     """The accuracies of the popularity predictor by distance, and how much it has learned."""
 
@@ -59,7 +59,8 @@ class MetricsFile:
     """Appends lines. Each is passed to the operating system before the next step begins."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        """Removes lines after `first_step`: they belong to an attempt that was killed."""
+        """Open the file, and remove lines after `first_step`: they belong to an attempt that was
+        killed."""
         kept = [line for line in read_lines(path) if line["step"] <= first_step]
         aside = path.with_suffix(".tmp")
         self._path = path
@@ -77,7 +78,7 @@ class MetricsFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Forces all lines to the disk. Called before a checkpoint is written."""
+        """Force all lines to the disk, before a checkpoint is written."""
         with self._written():
             os.fsync(self._file.fileno())
 

@@ -17,11 +17,11 @@ from overspill.train.metrics import EvalMetrics, StepMetrics
 
 WIDTH = 100
 _FEW_RANKS = 4
-"""With more of them only the fewest and the most token rows are shown."""
+"""Above this number of ranks, only the fewest and the most token rows are shown."""
 
 
 class Display:
-    """Prints lines for each logged step, for files and pipes."""
+    """Printer of lines for each logged step, for files and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -33,11 +33,11 @@ class Display:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def begin(self, steps: int, done: int) -> None:
-        """Called before the first step; `done` steps were taken before a resume."""
+        """Start the display before the first step. `done` steps were taken before a resume."""
         self._steps = steps
 
     def step(self, metrics: StepMetrics, log: bool) -> None:
-        """Called after each step; with `log` its metrics are printed."""
+        """Show the metrics of a step; print them with `log`."""
         if not log:
             return
         self.say(f"step {metrics.step}/{self._steps}  {headline(metrics)}")
@@ -51,11 +51,11 @@ class Display:
         self.say(f"step {metrics.step}/{self._steps}  eval loss {evaluation_line(metrics)}")
 
     def end(self) -> None:
-        """Called after the last step."""
+        """End the display after the last step."""
 
 
 class LiveDisplay(Display):
-    """A progress bar with the latest metrics; below it busy shares, memory use and evaluation."""
+    """Progress bar with the latest metrics; below it busy shares, memory use and evaluation."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -101,7 +101,8 @@ def make_display(console: Console) -> Display:
 
 @contextmanager
 def showing(display: Display, steps: int, done: int) -> Iterator[None]:
-    """Ends the display also after an error, whose message a live bar would hide."""
+    """Show steps within the block. The display also ends after an error, whose message a live bar
+    would hide."""
     display.begin(steps, done)
     try:
         yield
@@ -121,7 +122,7 @@ def evaluation_line(metrics: EvalMetrics) -> str:
 
 
 def load_lines(metrics: StepMetrics) -> list[str]:
-    """Busy shares and token rows of ranks, as far as this step measured them."""
+    """Lines with busy shares and token rows of ranks, as far as this step measured them."""
     lines = []
     if metrics.busy is not None and max(metrics.busy.values()) >= 0.005:
         # else all experts live on the device, and nothing is recorded
@@ -142,7 +143,7 @@ def memory_line(metrics: StepMetrics) -> str:
     if metrics.bytes_by_tier is None:
         return ""
     sizes = {tier: format_size(size) for tier, size in metrics.bytes_by_tier.items()}
-    # the tier of the device that computes: with a GPU it is named, and its budget shown
+    # the tier of the device that computes: a GPU is named, and its budget shown
     first = sizes.pop("gpu")
     shown = [f"device {first}" if metrics.gpu_use is None else _use_line(metrics.gpu_use)]
     return "  ".join([*shown, *(f"{tier} {size}" for tier, size in sizes.items())])
@@ -155,7 +156,7 @@ def _use_line(use: dict[str, int]) -> str:
 
 
 def busy_line(busy: dict[str, float]) -> str:
-    """The rows of the timeline that say what limits a run."""
+    """Busy shares of the rows of the timeline that can limit a run."""
     shares = {row: busy.get(row, 0.0) for row in (COMPUTE, "upload", "download", "optimizer")}
     shares["SSD"] = max(busy.get("ssd read", 0.0), busy.get("ssd write", 0.0))
     return "  ".join(f"{name} {share:.0%}" for name, share in shares.items())

@@ -1,4 +1,4 @@
-"""The folder of a run: its config, metrics, plots, timeline and checkpoints."""
+"""The folder of a run: its config, metrics, plots, timeline, checkpoints and logs of ranks."""
 
 import contextlib
 import dataclasses
@@ -15,18 +15,19 @@ _RUNS = Path("runs")
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is the folder of a run, not of a checkpoint of Hugging Face."""
+    """Whether `path` is the folder of a run, not of a checkpoint of Hugging Face."""
     return RunFolder(path).checkpoints.is_dir()
 
 
 class RunFolder:
-    """The files of a run. As a context manager it locks out other processes."""
+    """Paths of the files of a run. As a context manager it locks out other processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
         self.loss_picture = path / "loss.png"
         self.timeline = path / "timeline.json.gz"
         self.timeline_picture = path / "timeline.png"
@@ -38,7 +39,7 @@ class RunFolder:
         return self.config.exists() or self.checkpoints.exists()
 
     def check_free(self) -> None:
-        """Raises if there is a run already."""
+        """Raise if the folder already holds a run."""
         if self.holds_run:
             raise ConfigError(
                 f"--out {self.path} already holds a run; add --resume to continue it, or give "
@@ -68,7 +69,7 @@ class RunFolder:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is not None and os.listdir(self.path) == [self._lock_file.name]:
-            # No run has started here: keep the name free.
+            # No run has started here: the name stays free.
             self._lock_file.unlink()
             with contextlib.suppress(OSError):  # a link or the root of a disk stays
                 self.path.rmdir()
@@ -85,7 +86,7 @@ class RunFolder:
                 )
 
     def _check_writable(self) -> None:
-        """Before training, not at the first checkpoint."""
+        """Raise before training, not at the first checkpoint, if the folder cannot be written."""
         for path in (self.path, self.checkpoints):
             if path.exists() and not os.access(path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, f"no files can be created in {path}")
@@ -127,7 +128,7 @@ def choose_folder(config: RunConfig) -> RunFolder:
 
 
 def find_run(out: str | None, name: str) -> RunFolder:
-    """The run to resume: the one in `out`, or the latest of `name` under runs/."""
+    """The run to resume: the run in `out`, or the latest run of `name` under runs/."""
     if out is not None:
         folder = RunFolder(Path(out).expanduser())
         if not folder.path.is_dir():

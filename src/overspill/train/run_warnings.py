@@ -2,42 +2,24 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from overspill.core.sizes import format_size
 from overspill.hardware.machine import cpu_threads, disk_free, is_on_root
-
-if TYPE_CHECKING:
-    from overspill.train.session import RunSpec
+from overspill.train.run_spec import RunSpec
 
 _LONG_S = 12 * 3600
 _UPDATES_PER_CORE = 0.33e9
-"""Parameters that a core updates in a second: bench/adam.py, where memory is no limit."""
+"""Parameters that a core updates in a second, as measured by bench/adam.py without a limit of
+memory bandwidth."""
 _SLOWEST = 1e8
 """Operations in a second that any CPU exceeds."""
 _SIZE, _ROUNDS = 512, 3
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """Numbers of parameters."""
-
-    dense: int
-    experts: int
-    """Of all experts."""
-    used: float
-    """Share of the experts that a token uses."""
-
-    @property
-    def active(self) -> int:
-        return self.dense + round(self.experts * self.used)
-
-
-def warnings_before(spec: "RunSpec") -> Iterator[str]:
-    """What the user should know before memory is allocated and files are written."""
+def warnings_before(spec: RunSpec) -> Iterator[str]:
+    """Warnings for the user before memory is allocated and files are written."""
     folder = spec.budgets.folder
     # a folder whose parent does not exist is an error a moment later
     if folder is not None and folder.absolute().parent.exists() and is_on_root(folder):
@@ -51,8 +33,8 @@ def warnings_before(spec: "RunSpec") -> Iterator[str]:
         yield from _long_run(spec, matrix_rate(spec.dtype))
 
 
-def _long_run(spec: "RunSpec", rate: float) -> Iterator[str]:
-    """With `rate`, operations in a second."""
+def _long_run(spec: RunSpec, rate: float) -> Iterator[str]:
+    """The warning for a long run on a CPU that computes `rate` operations in a second."""
     size, trained = spec.model_size(), spec.config.trains_experts
     tokens = spec.config.sequences_per_step * spec.seq_len
     # forward, forward again in backward, and the gradients of inputs and of weights

@@ -18,7 +18,7 @@ def make_scheduler(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """The scheduler of a run that has taken `done` steps."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # needed by torch for a schedule that is resumed
+        group["initial_lr"] = group["lr"]  # torch needs it to resume a schedule
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_share(step, warmup, steps, min_share), last_epoch=done - 1
     )

@@ -1,4 +1,4 @@
-"""The settings that training and fine-tuning share. Imports no torch: --help reads this file."""
+"""Settings of both training and fine-tuning. Imports no torch: --help reads this file."""
 
 import abc
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from overspill.core.errors import ConfigError
 from overspill.core.options import Count, NotNegative, NotNegativeInt, Share
+from overspill.hardware.numa import NumaBinding
 from overspill.moe.settings import Switches
 from overspill.plan.limits import HostSlots, MemoryLimits, PlacementOptions
 from overspill.train.settings import Config
@@ -61,6 +62,10 @@ class MemorySection(Switches, PlacementOptions, HostSlots, MemoryLimits):
     stage_gpus: Count | None = None
     """GPUs of --gpus that divide the stages, while the others divide the experts and the batch;
     default: as many as possible."""
+    numa_binding: NumaBinding | None = None
+    """Bind each rank of --gpus or torchrun to cores near its GPU: those of its NUMA node (node), of
+    its socket, a part of its node that no other rank has (exclusive), or cores that share a cache
+    (core-complex)."""
     shard_dense: bool = False
     """Let the ranks of --gpus or torchrun divide the dense parameters too, with FSDP2."""
     dtype: Literal["bf16", "fp32"] | None = None
@@ -96,7 +101,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class RunConfig(Config, abc.ABC):
-    """What the configs of all runs have in common."""
+    """Base of the configs of all runs."""
 
     model: Any
     data: BatchSection = field(default_factory=BatchSection)
@@ -128,11 +133,11 @@ class RunConfig(Config, abc.ABC):
 
     @property
     def stages(self) -> int | None:
-        """The pipeline stages of the model; None: it is not divided."""
+        """The number of pipeline stages of the model; None if it is not divided."""
         return self.memory.stages if self.memory.stages > 1 else None
 
     def stage_ranks(self, node_size: int) -> int:
-        """How many of a node's ranks divide the stages; the others divide the experts."""
+        """The number of a node's ranks that divide the stages; the others divide the experts."""
         stages, asked = self.memory.stages, self.memory.stage_gpus
         if asked is None:
             most = min(stages, node_size)

@@ -1,8 +1,8 @@
 """Settings: a tree of dataclasses that flags and files fill.
 
-A config is a frozen dataclass of sections, a section one of options (`core.options`). Their names
-are unique in the whole tree: each is also a flag (`--seq-len`), and a file may write it in a table
-of its section or at the top level.
+A config is a frozen dataclass of sections, a section is one of options (`core.options`). Their
+names are unique in the whole tree: each is also a flag (`--seq-len`), and a file may write it in a
+table of its section or at the top level.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _REMOVED = frozenset({"lookahead", "pin", "resident_share"})
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Option):
-    """One field of the tree, as a flag needs it."""
+    """One field of the tree, with the texts of its flag."""
 
     help: str
     section: str
@@ -40,7 +40,7 @@ class Setting(Option):
         return "--" + self.name.replace("_", "-")
 
     def convert(self, value: Any) -> Any:
-        """`value` as a file or the command line gives it, in the type of the field."""
+        """`value` from a file or the command line, in the type of the field."""
         if value is None and self.optional:
             return None
         if self.kind is float and type(value) is int:

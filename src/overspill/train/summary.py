@@ -1,4 +1,4 @@
-"""How a run ended, as data and as text."""
+"""Results of a run, as data and as text."""
 
 import shlex
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from overspill.train.progress import resume_command
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """How a run ended."""
+    """Results of a run."""
 
     command: ClassVar[str] = "train"
     out: str
@@ -22,7 +22,7 @@ class Summary:
     seconds: float
     checkpoint: str | None
     placement: str
-    """Where the experts were, in one line."""
+    """Places of the experts, in one line."""
     bytes_by_tier: dict[str, int]
     host_peak: int
     gpu_peak: int

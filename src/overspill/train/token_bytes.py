@@ -1,4 +1,4 @@
-"""The bytes that a token of a `tokenizer.json` stands for."""
+"""The bytes of each token of a `tokenizer.json`."""
 
 import functools
 import json
@@ -9,9 +9,11 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Tokens may be parts of characters, whose text cannot be shown. Byte-level tokenizers write
-    each byte as a printable character; SentencePiece writes single bytes as `<0x0A>`, and spaces
-    as `▁`."""
+    """Bytes of the tokens of a tokenizer.
+
+    Tokens may be parts of characters, whose text cannot be shown. Byte-level tokenizers write each
+    byte as a printable character; SentencePiece writes single bytes as `<0x0A>`, and spaces as `▁`.
+    """
 
     def __init__(self, library: Any) -> None:
         """`library` is a tokenizer of the `tokenizers` library."""
@@ -19,17 +21,17 @@ class TokenBytes:
 
     @functools.cached_property
     def _added(self) -> dict[int, str]:
-        """Tokens that are no parts of text, as they are written."""
+        """Text of the tokens that are added to the vocabulary, such as special tokens."""
         added = self._library.get_added_tokens_decoder()
         return {number: str(token.content) for number, token in added.items()}
 
     @functools.cached_property
     def _kinds(self) -> str:
-        """What the decoder consists of, as JSON."""
+        """The description of the decoder, as JSON."""
         return json.dumps(json.loads(self._library.to_str()).get("decoder"), ensure_ascii=False)
 
     def of(self, token: int) -> bytes:
-        """No bytes if there is no such token."""
+        """The bytes of a token; none if there is no such token."""
         if token in self._added:
             return self._added[token].encode()
         written = self._library.id_to_token(token)

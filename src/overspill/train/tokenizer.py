@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
     separator: int | None
     """The id between documents, if any."""
     library: Any
-    """The tokenizer of the `tokenizers` library behind it; None if there is none."""
+    """The tokenizer of the `tokenizers` library that it wraps; None if there is none."""
 
     def encode(self, text: str) -> Tokens: ...
 
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The UTF-8 bytes of the text, and one id that separates documents."""
+    """Tokenizer into the UTF-8 bytes of the text, and one id that separates documents."""
 
     name = "bytes"
     fingerprint = "bytes-1"

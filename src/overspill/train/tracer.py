@@ -1,4 +1,4 @@
-"""Which steps of a run are traced."""
+"""Choice of the steps of a run that are traced."""
 
 import time
 
@@ -6,7 +6,7 @@ from overspill.trace.recorder import Recorder
 
 
 class Tracer:
-    """Traces the first `count` of every `every` steps; the others run at full speed."""
+    """Tracer of the first `count` of every `every` steps; the others run at full speed."""
 
     def __init__(self, recorder: Recorder, every: int, count: int) -> None:
         self.recorder = recorder

@@ -1,4 +1,4 @@
-"""What a run of `overspill train` is built from: the shape of the model and the data."""
+"""Specification of a run of `overspill train`: the shape of the model and the data."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,8 +16,7 @@ from overspill.models.presets import get_preset
 from overspill.train.checkpoint import Fact
 from overspill.train.config import TrainConfig
 from overspill.train.data import TokenData, find_files, split, tokenize
-from overspill.train.run_warnings import ModelSize
-from overspill.train.session import RunSpec, check_stages
+from overspill.train.run_spec import ModelSize, RunSpec, check_stages
 from overspill.train.team import Team
 from overspill.train.tokenizer import Tokenizer, load_tokenizer, vocab_size
 
@@ -55,7 +54,7 @@ class TrainSpec(RunSpec):
 
 
 def shape_of(facts: Mapping[str, Fact], max_seq: int) -> GPTConfig:
-    """The shape of the model whose checkpoint has these facts."""
+    """The shape of a model, from the facts in its checkpoint."""
     fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name != "max_seq"]
     known: dict[str, Any] = {name: facts[_FLAGS.get(name, name)] for name in fields}
     return GPTConfig(**known, max_seq=max_seq)
@@ -64,7 +63,7 @@ def shape_of(facts: Mapping[str, Fact], max_seq: int) -> GPTConfig:
 def plan_training(
     config: TrainConfig, say: Callable[[str], None], team: Team | None = None
 ) -> TrainSpec:
-    """Reads the data and decides what the config leaves open."""
+    """Read the data, and choose the settings that the config leaves open."""
     team = team or Team()
     team.check_batch(config.data.batch)
     section, lr = config.data, config.optim.lr
@@ -119,7 +118,8 @@ def _model_shape(config: TrainConfig, tokenizer: Tokenizer) -> GPTConfig:
 def _slots(
     config: TrainConfig, shape: GPTConfig, n_ranks: int, say: Callable[[str], None]
 ) -> int | None:
-    """`nano` fits on any GPU; without a budget it gets one that makes it offload."""
+    """The number of GPU slots. `nano` fits on any GPU: without a budget it gets a number that makes
+    it offload."""
     memory = config.memory
     given = (memory.gpu_memory, memory.host_memory, memory.disk, memory.slots, memory.host_slots)
     if config.model.preset != "nano" or memory.mode != "auto" or any(given):

@@ -36,8 +36,8 @@ _MODELS = ("final", "best")
 
 
 def find_model(path: Path) -> Path:
-    """The folder of the final model of a run of `overspill finetune` or `pregate`, or before its
-    end of the best one; any other path as it is."""
+    """The folder of the model of a run of `overspill finetune` or `pregate`: the final one, or
+    before its end the best one; any other path unchanged."""
     model = _finetuned(RunFolder(path))
     if model is None:
         return path
@@ -51,7 +51,7 @@ def find_model(path: Path) -> Path:
 
 
 def model_name(folder: Path) -> str:
-    """The name of a folder; the models of a run of `overspill finetune` have that of the run."""
+    """The name of a model's folder; for models of `overspill finetune` the name of the run."""
     path = folder.resolve()
     is_output = path.name in _MODELS and _finetuned(RunFolder(path.parent)) is not None
     return path.parent.name if is_output else path.name
@@ -85,12 +85,12 @@ def find_checkpoint(run: Path) -> tuple[TrainConfig, Path]:
 
 
 def _finetuned(folder: RunFolder) -> dict[str, Any] | None:
-    """The settings of the model if a run has trained a checkpoint of Hugging Face."""
+    """The settings of the model if the run has trained a checkpoint of Hugging Face."""
     try:
         model = parse_json(folder.config.read_text(encoding="utf-8"))["model"]
         return dict(model) if "checkpoint" in model else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # reading the settings says why
+        return None  # reading the settings gives the reason
 
 
 def find_shape(config: TrainConfig, state: TrainState, path: Path) -> GPTConfig:
@@ -126,7 +126,7 @@ class RunCodec:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run has trained."""
+    """Newest checkpoint of a run, with its shape, data type and tokenizer."""
 
     path: Path
     shape: GPTConfig
@@ -167,7 +167,7 @@ def load_trained(trained: Trained, budgets: Budgets, quantize: str | None = None
 
 
 class _QuantizedRun:
-    """Experts of a run, which are packed as those of the checkpoint that export makes of it."""
+    """Experts of a run, packed as export packs them for its checkpoint."""
 
     ranks = NO_LOW_RANKS
 

@@ -1,19 +1,16 @@
 """`overspill train`: its steps and evaluations in the loop."""
 
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from overspill.models.stages.stages import Stages
-from overspill.train.checkpoint import TrainState
 from overspill.train.config import TrainConfig
 from overspill.train.loop import Loop, Losses, StepWork
 from overspill.train.metrics import EvalMetrics
 from overspill.train.progress import Display
-from overspill.train.run_folder import RunFolder, choose_folder
-from overspill.train.session import Builder, Session, build_session, open_session
+from overspill.train.run_folder import choose_folder
+from overspill.train.session import Builder, build_session, open_session
 from overspill.train.summary import Summary
 from overspill.train.team import Team
 from overspill.train.train_spec import TrainSpec, plan_training
@@ -28,27 +25,16 @@ def train(
     """Trains as `config` says and returns the summary that `overspill train` prints."""
     team = team or Team()
     folder = team.first_decides(lambda: choose_folder(config))
-    with team.first_before_others():  # which find the tokens in the cache
+    with team.first_before_others():  # the others find the tokens in the cache
         spec = plan_training(config, display.say, team)
     with open_session(spec, folder, display, build) as (session, state):
         return Trainer(spec, folder, session, state, display).finish()
 
 
 class Trainer(Loop[Summary]):
-    """The loop over tokenized text."""
+    """Loop over tokenized text."""
 
     spec: TrainSpec
-
-    def __init__(
-        self,
-        spec: TrainSpec,
-        folder: RunFolder,
-        session: Session,
-        state: TrainState,
-        display: Display,
-    ) -> None:
-        super().__init__(spec, folder, session, state, display)
-        self.stages = None if spec.config.stages is None else Stages(session.model)
 
     def backward(self) -> StepWork:
         config, device, team = self.spec.config, self.spec.device, self.spec.team
@@ -67,7 +53,7 @@ class Trainer(Loop[Summary]):
         return StepWork(losses, sequences=len(batch[0]), tokens=batch[0].numel())
 
     def _accumulate(self, tokens: Tensor, targets: Tensor, count: int) -> Losses:
-        """Each micro-batch passes all layers before the next begins, or all of them a stage."""
+        """The losses of micro-batches that are computed one after another."""
         total = Losses(0.0, 0.0, 0.0)
         share = self.team.n_stages / count  # one rank along stages has the losses
 
@@ -79,12 +65,7 @@ class Trainer(Loop[Summary]):
 
         pairs = zip(tokens.chunk(count), targets.chunk(count), strict=True)
         batches = [{"tokens": piece, "targets": target} for piece, target in pairs]
-        if self.stages is not None:
-            self.stages.backward(batches, self.optimizer, loss_of)
-            return total
-        for number, each in enumerate(batches):
-            with nullcontext() if number == count - 1 else self.optimizer.accumulate():
-                loss_of(number, self.session.model(**each)).backward()
+        self.backward_each(batches, loss_of)
         return total
 
     def _losses(self, out: Any) -> Losses:

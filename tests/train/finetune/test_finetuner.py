@@ -21,8 +21,9 @@ from overspill.train.finetune.finetuner import FinetuneSummary, finetune
 from overspill.train.finetune.rows import collate
 from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.metrics import read_lines
+from overspill.train.run_spec import RunSpec
 from overspill.train.schedule import lr_share
-from overspill.train.session import RunSpec, Session, build_session
+from overspill.train.session import Session, build_session
 from tests.slow import slow_rows
 from tests.train.fakes import Watcher
 from tests.train.finetune.tiny import (

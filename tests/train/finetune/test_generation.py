@@ -152,13 +152,9 @@ class Rank(Team):
     said: ClassVar[list[Any]] = [None, None]
     number = 0
 
-    @property
-    def parts(self) -> int:
-        return 2
-
-    @property
-    def part(self) -> int:
-        return self.number
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.part = 2, self.number
 
     def _exchange(self, value: Any) -> list[Any]:
         self.said[self.number] = value

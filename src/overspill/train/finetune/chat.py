@@ -66,11 +66,11 @@ class LastAnswer(NamedTuple):
     """The chat up to the answer, as the template renders it."""
     answer: str
     closing: str
-    """What the template renders after an answer that nothing follows."""
+    """Text that the template renders after an answer without a following message."""
 
 
 def last_answers(tokenizer: Tokenizer, examples: Sequence[Chat]) -> Iterator[LastAnswer]:
-    """The last answer of the assistant in each chat that is text, without calls of tools."""
+    """Of each chat, the last answer of the assistant that is text without calls of tools."""
     for example in examples:
         renderer = _Renderer(tokenizer, example)
         messages = renderer.messages
@@ -92,7 +92,7 @@ def last_answers(tokenizer: Tokenizer, examples: Sequence[Chat]) -> Iterator[Las
 
 
 class _Renderer:
-    """The chat template, applied to the messages of an example or to variants of them."""
+    """Renderer of a chat template, for the messages of an example and for variants of them."""
 
     def __init__(self, tokenizer: Tokenizer, example: Chat) -> None:
         self.where = example.where
@@ -109,7 +109,8 @@ class _Renderer:
         self.messages = fit_template(example.messages, self.text)
 
     def _check_tools(self, example: Chat) -> None:
-        """A template that does not mention tools or their calls would silently leave them out."""
+        """Refuse a template that does not mention tools or their calls: it would silently leave
+        them out."""
         given = {
             "tools": bool(example.tools),
             "tool_calls": any(message.get("tool_calls") for message in example.messages),
@@ -123,7 +124,7 @@ class _Renderer:
 
     @property
     def marks(self) -> bool:
-        """Whether the template marks with {% generation %} what the model writes."""
+        """Whether the template marks the text of the model with {% generation %}."""
         return _MARKS.search(self._template) is not None
 
     def text(self, messages: Sequence[Message], opens_turn: bool = False) -> str:
@@ -173,7 +174,7 @@ def _find_answer(renderer: _Renderer, number: int, text: str) -> Span:
             # an end marker that only the last turn has does not belong to this one
             ends_alike = around.after.startswith(around.closing)
             end = content_end + (len(around.closing) if ends_alike else 0)
-    else:  # what follows depends on the content: a call of a tool before its result, for example
+    else:  # text after the content depends on it: a call of a tool before its result, for example
         ended = renderer.text(renderer.messages[: number + 1])
         end = len(ended) if text.startswith(ended) else None
     if start is None or end is None or start > end:

@@ -21,7 +21,9 @@ _MOST_DIGITS = 9  # of a label that is a number; int() refuses thousands
 @dataclass(frozen=True)
 class Choice:
     """A sentence to complete with one of the labels; only the tokens of the label are learned.
-    Rows are made when they are read: with many labels they take far more memory."""
+
+    Rows are made when they are read: with many labels they take far more memory.
+    """
 
     where: str
     head: Ids
@@ -46,7 +48,7 @@ class Choice:
 
 
 class ChoiceRows(Sequence[Row]):
-    """The rows of all labels of all choices, made when they are read."""
+    """Sequence of the rows of all labels of all choices, made when they are read."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._choices = choices

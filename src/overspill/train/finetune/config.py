@@ -58,7 +58,7 @@ class FinetuneModelSection(RoutingFix, TrainedParameters):
 
     @property
     def serving_flags(self) -> tuple[str, ...]:
-        """With which an adapter is served on the experts that it was trained with."""
+        """Flags with which an adapter is served on the experts that it was trained with."""
         if self.lora is None:  # the model is written with plain experts
             return ()
         if self.quantize is not None:
@@ -105,7 +105,7 @@ class FinetuneDataSection(BatchSection):
 
     @property
     def languages(self) -> dict[str, str]:
-        """Those that are given, by the names of their fields."""
+        """The languages that are given, by the names of their fields."""
         named = {"src_lang": self.src_lang, "tgt_lang": self.tgt_lang}
         return {name: language for name, language in named.items() if language is not None}
 
@@ -173,13 +173,13 @@ class FinetuneConfig(RunConfig):
 
     @property
     def expert_adapters_rank(self) -> int | None:
-        """None: experts have no adapters."""
+        """Rank of the adapters of experts; None if experts have no adapters."""
         return (
             (self.model.lora_experts_rank or self.model.lora) if self.model.lora_experts else None
         )
 
     def _check_combinations(self) -> None:
-        """Settings that are valid alone but not together."""
+        """Raise a ConfigError for settings that are valid alone but not together."""
         model, data = self.model, self.data
         if self.run.epochs <= 0:
             raise ConfigError(f"--epochs {self.run.epochs:g} must be more than 0")

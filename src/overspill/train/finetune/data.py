@@ -42,7 +42,7 @@ from overspill.train.finetune.rows import Ids, Row, shorten, split, without_firs
 
 @dataclass(frozen=True)
 class EncodingPlan:
-    """How examples are encoded: from the model, the settings and the kind of the data."""
+    """Rules for encoding examples, from the model, the settings and the kind of the data."""
 
     kind: Kind
     seq_len: int
@@ -59,7 +59,7 @@ class FinetuneData:
     train: list[Row]
     eval_rows: list[Row]
     eval_choices: list[Choice]
-    """For classification, instead of rows."""
+    """Sentences with all their labels, for classification; then `eval_rows` is empty."""
     packing: bool
     questions: Questions | None = None
     """The examples for evaluation whose answers are generated; with --metric only."""
@@ -70,12 +70,12 @@ class FinetuneData:
 
     @property
     def rows(self) -> Iterator[Row]:
-        """All rows, including those of every label."""
+        """All rows of training and evaluation, including a row for each label of a sentence."""
         return itertools.chain(self.train, self.eval_rows, ChoiceRows(self.eval_choices))
 
     @property
     def tokens(self) -> Iterator[Ids]:
-        """All tokens and labels, those of labels of sentences only once."""
+        """The arrays of tokens and labels; the labels of sentences occur only once."""
         for row in (*self.train, *self.eval_rows):
             yield from (row.tokens, row.labels)
         yield from (choice.head for choice in self.eval_choices)
@@ -109,7 +109,7 @@ def load_data(
     say: Callable[[str], None],
     metrics: Sequence[str] = (),
 ) -> FinetuneData:
-    """The rows of all examples and, for `metrics`, the questions of those for evaluation."""
+    """The rows of all examples and, for `metrics`, the questions of the examples for evaluation."""
     check_sources(section)
     examples = read_examples(section.data)
     if files := examples.text_files:
@@ -216,7 +216,7 @@ def _encode(
 
 
 def _rows(plan: EncodingPlan, tokenizer: Tokenizer, examples: Sequence[Example]) -> list[Row]:
-    """Rows of at most seq_len tokens, packed or not, without those that have nothing to learn."""
+    """Rows of at most seq_len tokens, packed or not, without rows that have no learned token."""
     if not examples:
         return []
     seq_len, truncate = plan.seq_len, plan.section.truncate
@@ -247,7 +247,7 @@ def _rows(plan: EncodingPlan, tokenizer: Tokenizer, examples: Sequence[Example])
 
 
 def _check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, model_config: Any) -> None:
-    """A token without an embedding would fail inside the model."""
+    """Raise if a token has no embedding: it would fail inside the model."""
     size = getattr(model_config.get_text_config(), "vocab_size", None)
     if size is None:
         return

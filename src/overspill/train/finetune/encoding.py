@@ -12,7 +12,7 @@ Tokenizer = Any  # transformers' PreTrainedTokenizerBase, which has no types
 
 
 def encode_texts(tokenizer: Tokenizer, examples: Sequence[Text]) -> Iterator[Row]:
-    """All tokens of a text are learned, including the end token."""
+    """Rows of texts. All tokens are learned, including the end token."""
     texts = encode(tokenizer, [example.text for example in examples])
     for example, tokens in zip(examples, texts, strict=True):
         ended = tokens + _end(tokenizer, tokens)
@@ -20,9 +20,10 @@ def encode_texts(tokenizer: Tokenizer, examples: Sequence[Text]) -> Iterator[Row
 
 
 def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row]:
-    """The completion and its end token are learned, the prompt is not.
+    """Rows of prompts with completions.
 
-    Both are tokenized separately: no token spans the boundary, as in generation from the prompt.
+    The completion and its end token are learned, the prompt is not. Both are tokenized separately:
+    no token spans the boundary, as in generation from the prompt.
     """
     prompts = encode_prompts(tokenizer, [example.prompt for example in examples])
     completions = encode(tokenizer, [example.completion for example in examples], special=False)
@@ -33,7 +34,7 @@ def encode_pairs(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row
 
 
 def encode_sources(tokenizer: Tokenizer, examples: Sequence[Pair]) -> Iterator[Row]:
-    """For encoder-decoder models: the prompt is the source, the completion the target."""
+    """Rows for encoder-decoder models: the prompt is the source, the completion the target."""
     sources = encode(tokenizer, [example.prompt for example in examples])
     targets = encode(tokenizer, [example.completion for example in examples], target=True)
     for example, source, target in zip(examples, sources, targets, strict=True):
@@ -76,6 +77,6 @@ def separator(tokenizer: Tokenizer) -> Ids:
 
 
 def _end(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """The end token, unless the tokenizer has none or `tokens` already end with it."""
+    """The end token; empty if the tokenizer has none or `tokens` already end with it."""
     end = tokenizer.eos_token_id
     return [] if end is None or (tokens and tokens[-1] == end) else [int(end)]

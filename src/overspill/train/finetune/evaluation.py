@@ -39,9 +39,11 @@ def row_losses(
     stages: Stages | None = None,
     at_once: int = 1,
 ) -> list[float]:
-    """The summed loss of each row. Each rank of `team` computes a part of every batch. In `stages`,
-    `at_once` batches pass one before the next. Rows are read as they are needed: a sequence may
-    make them."""
+    """The summed loss of each row. Each rank of `team` computes a part of every batch.
+
+    With `stages`, `at_once` batches pass a stage before the next one. Rows are read as they are
+    needed: a sequence may make them.
+    """
     team = team or Team()
     found: list[list[float]] = []
     starts = range(0, len(rows), batch)

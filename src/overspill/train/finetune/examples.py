@@ -32,7 +32,7 @@ class Examples:
     kind: Kind
     items: Sequence[Example]
     text_files: Sequence[Path] = ()
-    """Those of plain text."""
+    """Files of plain text."""
 
 
 def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None = None) -> Examples:
@@ -60,8 +60,8 @@ def read_examples(sources: Sequence[str], flag: str = "DATA", kind: Kind | None 
 
 
 def find_examples(sources: Sequence[str], flag: str = "DATA") -> list[Path]:
-    """The files of `sources`: of a folder its .jsonl and .tsv files, or its text files if it has
-    none of them."""
+    """The files of `sources`. Of a folder: its .jsonl and .tsv files, or its text files if there
+    are none."""
     files: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()

@@ -3,7 +3,7 @@ model."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from overspill.models.huggingface.dictionaries import capacities_kept
 from overspill.models.huggingface.save import save
-from overspill.models.stages.stages import Stages
 from overspill.train.batch_order import BatchOrder
 from overspill.train.checkpoint import TrainState
 from overspill.train.export import export
@@ -39,24 +38,24 @@ from overspill.train.trained import find_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSummary(Summary):
-    """How a fine-tuning run ended."""
+    """Results of a fine-tuning run."""
 
     command: ClassVar[str] = "finetune"
     eval_loss_before: float | None
     accuracy_before: float | None
     accuracy: float | None
-    """At the end."""
+    """Accuracy at the end."""
     scores_before: dict[str, float] | None = None
-    """Of generated answers, by the names of --metric."""
+    """Scores of generated answers before training, by the names of --metric."""
     scores: dict[str, float] | None = None
     best: str | None
     """Folder of the model with the highest accuracy or score, or the lowest evaluation loss."""
     best_step: int | None
     final: str | None
     lora: bool = False
-    """The models are adapters."""
+    """Whether the models are adapters."""
     servable: bool = True
-    """The model can be served."""
+    """Whether the model can be served."""
     packing: tuple[str, ...] = ()
     """Flags with which an adapter is served on the experts that it was trained with."""
 
@@ -88,7 +87,7 @@ class FinetuneSummary(Summary):
 
 
 class PregateSummary(FinetuneSummary):
-    """How a run that trains pre-gates ended."""
+    """Results of a run that trains pre-gates."""
 
     command: ClassVar[str] = "pregate"
 
@@ -104,7 +103,7 @@ def finetune(
     folder = team.first_decides(lambda: choose_folder(config))
     if config.model.lora is not None:
         check_peft()
-    with team.first_before_others():  # which find what it exports or downloads
+    with team.first_before_others():  # the others find the files that it exports or downloads
         config = _with_exported(config, display)
         spec = plan_finetuning(config, display.say, team)
     with _no_progress_bars(), open_session(spec, folder, display, build) as (session, state):
@@ -141,17 +140,17 @@ def _no_progress_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """What a rank computes of a micro-batch."""
+    """This rank's part of a micro-batch."""
 
     batch: Batch
     inputs: dict[str, Any]
     """The arguments of the model."""
     share: float
-    """Of its loss in that of the step."""
+    """Its share in the loss of the step."""
 
 
 class Finetuner(Loop[FinetuneSummary]):
-    """The loop over rows of examples."""
+    """Loop over rows of examples."""
 
     spec: FinetuneSpec
 
@@ -167,7 +166,6 @@ class Finetuner(Loop[FinetuneSummary]):
         self.config, self.data = spec.config, spec.data
         self.order = BatchOrder(len(self.data.train), self.config.run.seed)
         self.outputs = Outputs(folder.path)
-        self.stages = None if self.config.stages is None else Stages(session.model)
         self.evaluations = _past_evaluations(folder.metrics)
 
     # -- steps ------------------------------------------------------------------------------
@@ -195,22 +193,14 @@ class Finetuner(Loop[FinetuneSummary]):
             loss: Tensor = output.loss
             return loss * micro_batch.share
 
-        if self.stages is not None:
-            self.stages.backward([each.inputs for each in micro_batches], self.optimizer, loss_of)
-        else:
-            for number, micro_batch in enumerate(micro_batches):
-                last = number == len(pieces) - 1
-                with nullcontext() if last else self.optimizer.accumulate():
-                    output = self.session.model(**micro_batch.inputs)
-                    loss_of(number, output).backward()
-                    del output
+        self.backward_each([each.inputs for each in micro_batches], loss_of)
         tokens = sum(len(row.tokens) for row in rows)
         if self.spec.seq2seq:
             tokens += learned
         return StepWork(total, sequences=len(rows), tokens=tokens)
 
     def _micro_batch(self, rows: Sequence[Row], learned: int) -> "_MicroBatch":
-        """This rank's part of a micro-batch, of a step with so many `learned` tokens."""
+        """This rank's part of a micro-batch, in a step with `learned` learned tokens."""
         own, counted = self.team.own(rows)
         # times the number of ranks, over which gradients and losses are averaged
         share = self.team.size * sum(row.learned for row in own[:counted]) / learned
@@ -253,7 +243,7 @@ class Finetuner(Loop[FinetuneSummary]):
         return EvalMetrics(self.step, loss, hits / len(choices))
 
     def _scores(self) -> dict[str, float] | None:
-        """The scores of the answers that the model generates now."""
+        """The scores of the model's current answers."""
         questions = self.data.questions
         if questions is None:
             return None
@@ -292,8 +282,8 @@ class Finetuner(Loop[FinetuneSummary]):
             self._keep_model(self.outputs.save_best)
 
     def _best(self) -> EvalMetrics | None:
-        """The evaluation with the highest accuracy or first score of --metric, if there is one,
-        then the lowest loss. That before the first step does not count: its model is the given
+        """The best evaluation: highest accuracy or first score of --metric, if there is one, then
+        lowest loss. The evaluation before the first step does not count: its model is the given
         checkpoint."""
         trained = [metrics for metrics in self.evaluations if metrics.step > 0]
 
@@ -336,7 +326,7 @@ class Finetuner(Loop[FinetuneSummary]):
         )
 
     def _keep_model(self, keep: Callable[[Write], None]) -> None:
-        """All ranks write the model, into a folder that the first one makes."""
+        """Write the model on all ranks, into a folder that the first one makes."""
         if self.team.is_first:
             keep(self._write)
         else:

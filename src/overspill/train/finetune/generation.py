@@ -23,16 +23,16 @@ _NO_PADDING = frozenset({"axk2", "glm_moe_dsa", "hy_v4", "minimax"})
 
 @dataclass(frozen=True)
 class Generator:
-    """Batches of prompts, and the greedy continuation of each."""
+    """Generator of greedy answers, for batches of prompts."""
 
     questions: Questions
     team: Team
     device: torch.device
     pad: int
     batch: int
-    """Prompts in a batch, if they are as long as they may be."""
+    """Prompts in a batch, if all have the maximum length."""
     seq_len: int
-    """Longest prompt with its answer."""
+    """Tokens of the longest prompt with its answer."""
 
     @torch.no_grad()
     def answers(self, model: Any) -> list[list[int]]:
@@ -58,9 +58,9 @@ class Generator:
         return answers
 
     def _batches(self, questions: Sequence[Question], alike: bool) -> Iterator[Sequence[Question]]:
-        """Short prompts make large batches: their keys and values have at most as many tokens as a
-        batch of the longest sequences. Questions are sorted by length; `alike` puts only prompts of
-        the same length into a batch."""
+        """Questions, sorted by length, in batches. Short prompts make large batches: their keys and
+        values have at most as many tokens as a batch of the longest sequences. `alike` puts only
+        prompts of the same length into a batch."""
         room, first = self.batch * self.seq_len, 0
         for at, question in enumerate(questions):
             longest = len(question.prompt) + max(each.most for each in questions[first : at + 1])
@@ -76,7 +76,7 @@ class Generator:
         self, model: Any, questions: Sequence[Question], ends: frozenset[int]
     ) -> list[list[int]]:
         """Greedy answers of one batch. Ranks call the model equally often: a rank whose answers
-        have ended goes on with tokens that do not count."""
+        have ended continues with tokens that do not count."""
         start = self.questions.start
         tokens = _Sources(self, model, questions) if start else _Prompts(self, model, questions)
         answers: list[list[int]] = [[] for _ in questions]
@@ -96,7 +96,7 @@ class Generator:
 
 
 class _Prompts:
-    """The inputs of a decoder-only model for the next token."""
+    """Inputs of a decoder-only model for the next token."""
 
     def __init__(self, plan: Generator, model: Any, questions: Sequence[Question]) -> None:
         self._model, self._last_position = model, plan.seq_len - 1
@@ -135,7 +135,7 @@ class _Prompts:
 
 
 class _Sources:
-    """The inputs of an encoder-decoder model for the next token. The encoder runs once."""
+    """Inputs of an encoder-decoder model for the next token. The encoder runs once."""
 
     def __init__(self, plan: Generator, model: Any, questions: Sequence[Question]) -> None:
         from transformers import DynamicCache, EncoderDecoderCache

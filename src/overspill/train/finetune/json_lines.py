@@ -69,7 +69,7 @@ def _parse(content: dict[str, Any], kind: Kind, where: str) -> Example:
 
 
 def _parse_pair(content: dict[str, Any], where: str) -> Pair:
-    """A prompt with a completion, with a list of right answers, the first of which is learned, or
+    """A prompt with a completion, with a list of right answers, of which the first is learned, or
     with both."""
     kind = Kind.PAIR
     prompt = _string(content, "prompt", kind, where)
@@ -131,7 +131,7 @@ def _parse_message(message: Any, number: int, where: str) -> dict[str, Any]:
 
 
 def _of_sharegpt(message: dict[str, Any], number: int, where: str) -> dict[str, Any]:
-    """The message in OpenAI's format."""
+    """A message of ShareGPT in OpenAI's format."""
     role, value = message["from"], message.get("value")
     if not isinstance(role, str) or role not in _SHAREGPT_ROLES:
         names = ", ".join(_SHAREGPT_ROLES)
@@ -192,7 +192,7 @@ def _string(content: dict[str, Any], key: str, kind: Kind, where: str) -> str:
 
 
 def _check_value(value: Any, field: str, where: str) -> None:
-    """Raises for text that no tokenizer accepts, and for nesting that no template can follow."""
+    """Raise for text that no tokenizer accepts, and for nesting that no template can follow."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except RecursionError as error:

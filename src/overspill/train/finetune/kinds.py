@@ -31,7 +31,7 @@ class Pair(Example):
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The texts that a generated answer is compared with."""
+        """Reference texts for a generated answer."""
         return self.answers or (self.completion,)
 
 
@@ -54,7 +54,7 @@ class Instruction(Example):
 class Labelled(Example):
     sentence: str
     label: str
-    """As in the file."""
+    """The label, as the file has it."""
 
 
 class Kind(Enum):
@@ -68,7 +68,7 @@ class Kind(Enum):
 
     @property
     def description(self) -> str:
-        """Of data that may have another format."""
+        """Description of data that may have another format."""
         return "text" if self is Kind.TEXT else self.value
 
 
@@ -96,7 +96,7 @@ def shorten_text(text: str) -> str:
 
 
 def check_unicode(text: str, field: str, where: str) -> None:
-    """JSON can escape half of a surrogate pair, which no tokenizer accepts."""
+    """Raise for half of a surrogate pair: JSON can escape it, and no tokenizer accepts it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

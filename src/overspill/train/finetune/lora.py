@@ -62,7 +62,8 @@ def lora_targets(model: nn.Module, section: FinetuneModelSection) -> tuple[list[
 
 @contextmanager
 def _patterns_known() -> Iterator[None]:
-    """peft warns that patterns of ranks match no module if they match parameters."""
+    """Hide a warning of peft: it says that patterns of ranks match no module if they match
+    parameters."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys")
         yield
@@ -85,14 +86,15 @@ def expert_stacks(model: nn.Module) -> list[str]:
 
 
 def _own_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """Of separate modules none are left when they are offloaded, but for the placeholder."""
+    """Parameters of the module of the experts itself, without the placeholder of offloaded experts.
+    There are none if each expert is a module."""
     own = stand_ins(experts) or dict(experts.named_parameters(recurse=False))
     return {name: p for name, p in own.items() if not isinstance(p, ExpertPlaceholder)}
 
 
 def _base_name(checkpoint: str) -> str:
-    """The name under which the adapter finds its base again: from any folder, and the repository
-    instead of its copy in a cache."""
+    """A name that an adapter's config stores for its base model: valid in any folder, and the
+    repository instead of its copy in a cache."""
     path = Path(checkpoint).expanduser()
     return str(path.absolute()) if path.exists() else checkpoint
 

@@ -13,7 +13,7 @@ _OLD = ".old-"
 
 
 class Outputs:
-    """`best` and `final` in the folder of a run. If the final model is the best, `best` links to
+    """The folders `best` and `final` of a run. If the final model is the best, `best` links to
     `final`: a large model is not written twice."""
 
     def __init__(self, folder: Path) -> None:
@@ -21,7 +21,7 @@ class Outputs:
         self.best, self.final = folder / "best", folder / "final"
 
     def reopen(self) -> None:
-        """Called before more steps: a best model in `final` must survive the next `final`."""
+        """Prepare for more steps: a best model in `final` must survive the next `final`."""
         for leftover in self._folder.glob(f"{_OLD}*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for target in (self.best, self.final):
@@ -42,7 +42,7 @@ class Outputs:
             self.best.symlink_to(self.final.name, target_is_directory=True)
 
     def _replace(self, target: Path, write: Write) -> None:
-        """Replaces a model; the old one stays complete until the new one is."""
+        """Replace a model. The old one stays complete until the new one is."""
         try:
             shutil.rmtree(_fresh(target), ignore_errors=True)
             with folder_aside(_fresh(target)) as aside:

@@ -22,10 +22,10 @@ from overspill.train.finetune.rows import IGNORED, Ids, ids, too_long
 class Question:
     where: str
     prompt: Ids
-    """Its tokens; for an encoder-decoder model the source."""
+    """Tokens of the prompt; for an encoder-decoder model the source."""
     references: tuple[str, ...]
     most: int
-    """Tokens of the longest answer."""
+    """Maximum number of tokens of the answer."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Questions:
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """How long prompts and answers may be, in tokens."""
+    """Maximum lengths of prompts and answers, in tokens."""
 
     seq_len: int
-    """A prompt with its answer; of an encoder-decoder model each of them."""
+    """Length of a prompt with its answer; of an encoder-decoder model, of each of them."""
     most: int
-    """An answer."""
+    """Length of an answer."""
     truncate: bool
-    """Cut the start of prompts that are too long."""
+    """Whether to cut the start of prompts that are too long."""
 
     def fit(
         self, where: str, prompt: Sequence[int] | Ids, references: tuple[str, ...], answer: int
@@ -62,7 +62,7 @@ class AnswerLimits:
 
 
 def check_kind(kind: Kind, where: str, metrics: Sequence[str]) -> None:
-    """Raises if examples of a kind have no answers."""
+    """Raise if examples of a kind have no answers."""
     if kind not in (Kind.PAIR, Kind.CHAT):
         advice = "accuracy is computed without it" if kind is Kind.LABELLED else "drop it"
         raise ConfigError(
@@ -78,8 +78,8 @@ def encode_questions(
     limits: AnswerLimits,
     decoder_start: int | None,
 ) -> Questions:
-    """The questions of pairs or chats, with the tokens of prompts that training sees.
-    `decoder_start` is the first token of the decoder; None for a decoder-only model."""
+    """The questions of pairs or chats. Prompts have the same tokens as in training. `decoder_start`
+    is the first token of the decoder; None for a decoder-only model."""
     if kind is Kind.CHAT:
         found = _of_chats(tokenizer, cast(Sequence[Chat], examples), limits)
     elif decoder_start is None:
@@ -114,7 +114,7 @@ def _of_sources(
 
 
 def _of_chats(tokenizer: Tokenizer, chats: Sequence[Chat], limits: AnswerLimits) -> Questions:
-    """The last answer of each chat is asked for."""
+    """Questions of chats, for the last answer of each."""
     items, ends = [], set[int]()
     for chat, (prompt, answer, closing) in zip(chats, last_answers(tokenizer, chats), strict=True):
         tokens, answer_tokens, after = (

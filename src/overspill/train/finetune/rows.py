@@ -39,7 +39,7 @@ def make_row(where: str, tokens: Sequence[int], learn: Sequence[bool]) -> Row:
 
 
 def without_first_label(row: Row) -> Row:
-    """The first token cannot be learned: no token precedes it."""
+    """The row with its first label ignored: no token precedes it."""
     labels = row.labels.copy()
     labels[:1] = IGNORED
     return Row(row.where, row.tokens, labels)

@@ -1,4 +1,4 @@
-"""What a run of `overspill finetune` or `pregate` is built from: checkpoint, tokenizer, data."""
+"""Specification of a run of `overspill finetune` or `pregate`: checkpoint, tokenizer, data."""
 
 import dataclasses
 import re
@@ -35,8 +35,7 @@ from overspill.train.finetune.config import FinetuneConfig
 from overspill.train.finetune.data import FinetuneData, load_data
 from overspill.train.finetune.encoding import Tokenizer
 from overspill.train.finetune.lora import add_lora, lora_targets
-from overspill.train.run_warnings import ModelSize
-from overspill.train.session import DTYPES, RunSpec, check_stages
+from overspill.train.run_spec import DTYPES, ModelSize, RunSpec, check_stages
 from overspill.train.team import Team
 
 _SEQ_LEN = 1024  # default: long enough for most examples, and not the 128k of some models
@@ -66,7 +65,8 @@ class FinetuneSpec(RunSpec):
 
     @property
     def pad(self) -> int:
-        """The padding token. Padding is masked: without one, any token will do."""
+        """The padding token. Padding is masked: if the tokenizer has none, any token can be
+        used."""
         tokenizer = self.tokenizer
         found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return next(int(token) for token in found if token is not None)
@@ -84,7 +84,7 @@ class FinetuneSpec(RunSpec):
         return self.with_activations(budgets, text.hidden_size, text.num_hidden_layers)
 
     def _expert_adapters_bytes(self, rank: int) -> int:
-        """Weights and gradients in float32, and both moments."""
+        """Bytes of the adapters of experts: weights and gradients in float32, and both moments."""
         layers = find_experts(meta_model(self.model_config).eval())
         shapes = [(layer.n_experts, layer.shape) for layer in layers]
         sides = sum(n * (2 * s.d_model + s.d_hidden + s.in_rows) for n, s in shapes)
@@ -132,8 +132,8 @@ class FinetuneSpec(RunSpec):
 
 
 def freeze(model: nn.Module, experts: bool, dense: bool, pregates: bool = True) -> None:
-    """Freezes the experts (one placeholder parameter per layer), the other parameters, or both.
-    Pre-gates count as others only with `pregates`."""
+    """Freeze the experts (one placeholder parameter per layer), the other parameters, or both.
+    Pre-gates count as other parameters only with `pregates`."""
     gates = [gate for _, gate, position in positions(model) if position.is_pregate]
     kept = set() if pregates else {id(p) for gate in gates for p in gate.parameters()}
     for parameter in model.parameters():
@@ -145,7 +145,7 @@ def freeze(model: nn.Module, experts: bool, dense: bool, pregates: bool = True) 
 def plan_finetuning(
     config: FinetuneConfig, say: Callable[[str], None], team: Team | None = None
 ) -> FinetuneSpec:
-    """Reads everything but the weights and decides what the config leaves open."""
+    """Read everything but the weights, and choose the settings that the config leaves open."""
     device = choose_device(config.memory.device)
     if not config.model.checkpoint:
         raise ConfigError("CHECKPOINT is missing; give the folder of a Hugging Face checkpoint")
@@ -211,7 +211,7 @@ def plan_finetuning(
 def _override(
     config: FinetuneConfig, model_config: Any, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Sets the fields of the model's config that pre-gates do not support to 0; returns them."""
+    """Set the fields of the model's config that pre-gates do not support to 0; return them."""
     drops = layer_drops(model_config) if config.pregate_level else {}
     if drops:
         fields = ", ".join(f"{name}={getattr(model_config, name)}" for name in drops)
@@ -222,7 +222,7 @@ def _override(
 
 
 def _check_level(level: int, folder: Path, model_config: Any) -> None:
-    """Raises if the model cannot have pre-gates of that level, or has others."""
+    """Raise if the model cannot have pre-gates of that level, or has pre-gates of another level."""
     there = saved_level(folder)
     if there not in (None, level):
         raise ConfigError(
@@ -233,15 +233,15 @@ def _check_level(level: int, folder: Path, model_config: Any) -> None:
 
 
 def _check_stages(count: int, model_config: Any) -> None:
-    """Raises if the model cannot be divided into so many stages, before it is loaded."""
+    """Raise before loading if the model has too few blocks for the stages."""
     check_stages(count, len(find_blocks(meta_model(model_config))), model_config.model_type)
 
 
 def load_tokenizer(
     folder: Path, flag: str, languages: Mapping[str, str] = MappingProxyType({})
 ) -> Tokenizer:
-    """The tokenizer in `folder`; errors name `flag`. `languages` are those of sources ("src_lang")
-    and targets ("tgt_lang"), by default the tokenizer's own."""
+    """The tokenizer in `folder`; errors name `flag`. `languages` are the languages of sources
+    ("src_lang") and targets ("tgt_lang"), by default the tokenizer's own."""
     check_tokenizer(folder, flag)
     try:
         tokenizer = open_tokenizer(folder, **languages)
