@@ -41,9 +41,10 @@ class Cook:
 def test_options_are_arguments_of_a_function() -> None:
     for call in (cook, lambda *given, **named: Cook(*given, **named).given):
         assert call("soup", 7, fuel="wood") == ("soup", Kitchen(7, fuel="wood"))
-        with pytest.raises(TypeError, match="too many positional"):
+        many = r"^(cook|Cook.__init__)\(\): too many .*give these by name: fuel, pots$"
+        with pytest.raises(TypeError, match=many):
             call("soup", 7, "wood")
-        with pytest.raises(TypeError, match="'fule'"):
+        with pytest.raises(TypeError, match=r"^(cook|Cook.__init__)\(\): .*'fule'$"):
             call("soup", fule="wood")
     assert cook(meal="soup")[1] == Kitchen()  # type: ignore[call-arg]
     assert list(inspect.signature(cook).parameters) == ["meal", "watts", "fuel", "pots"]

@@ -32,6 +32,11 @@ def test_a_size_is_checked_at_once() -> None:
         Budgets(host_memory=0)
 
 
+def test_settings_are_no_dictionary() -> None:
+    with pytest.raises(ConfigError, match=r"is not Settings; give overspill\.Settings\(...\)"):
+        Budgets(settings={"residency": False})  # type: ignore[arg-type]
+
+
 def test_more_than_the_machine_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"--host-memory 1000\.0 TiB exceeds the .* --disk"):
         Budgets(host_memory="1000TiB").request(CPU)

@@ -1,4 +1,4 @@
-"""Gradients of resident and streamed experts: a failure in one sink changes no expert of another."""
+"""Gradients of resident and streamed experts: a failure in one sink changes no other expert."""
 
 from pathlib import Path
 

@@ -235,6 +235,7 @@ AMPLE = BudgetRequest(gpu_memory=GIB, host_memory=8 * GIB, disk_free=100 * GIB)
         (replace(AMPLE, mode="host", host_memory=GIB), r"--host-memory 1\.0 GiB .*--disk"),
         (replace(AMPLE, mode="disk", disk_free=None), r"--disk FOLDER"),
         (replace(AMPLE, mode="disk", host_memory=GIB), r"--host-memory .*give at least"),
+        (replace(AMPLE, mode="disk", host_slots=1), r"^host_slots=1 .*give at least 2$"),
         (replace(AMPLE, mode="disk", host_slots=4, disk_free=GIB // 8), r"free.*--host-memory"),
     ],
 )

@@ -52,6 +52,19 @@ def test_a_template_gets_tools_and_arguments(llm: LLM, template: Any) -> None:
     assert text == f"T{json.dumps([TOOL])}<user>hi!"
 
 
+def test_transformers_does_not_warn_of_long_texts(
+    llm: LLM, template: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows neither `context` nor what the model allows."""
+    tokenizer = llm._source.codec.tokenizer  # type: ignore[union-attr]
+    monkeypatch.setattr(tokenizer, "model_max_length", 2)
+    monkeypatch.setattr(tokenizer, "deprecation_warnings", {})  # it lists warnings that were given
+    template(TEMPLATE)
+    assert len(llm.chat_tokens([USER])) > 2
+    assert len(llm.encode("text")) > 2
+    assert not tokenizer.deprecation_warnings
+
+
 def test_calls_of_tools_have_arguments_and_no_text(llm: LLM, template: Any) -> None:
     template(TEMPLATE)
     called = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -179,7 +179,7 @@ def test_what_does_not_exist_is_not_found(client: OpenAI, server: Running) -> No
         with pytest.raises(openai.NotFoundError) as caught:
             ask()
         assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match=r"'/v1/embeddings'; the API has /v1/chat/.*"):
         client.embeddings.create(model="tiny", input="a")
     answer = server.http.get("/v1/chat/completions")
     assert answer.status_code == 405

@@ -35,6 +35,7 @@ class FakeEngine:
         self.dtype = self.layers[0].w_in.dtype
         self.recorder = Recorder()
         self.records = self  # reads and writes the plain model's parameters
+        self.packed = False
         self.closed = False
         self.can_train = False
         self.ranks = None

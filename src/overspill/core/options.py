@@ -117,7 +117,12 @@ def _with_options(function: Callable[..., Any], cls: Any) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            named = ", ".join(each.name for each in taken if each.kind is each.KEYWORD_ONLY)
+            fix = f"; give these by name: {named}" if "too many positional" in str(error) else ""
+            raise TypeError(f"{function.__qualname__}(): {error}{fix}") from None
         others = [given.pop(each.name) for each in first]
         return function(*others, cls(**given))
 

@@ -66,6 +66,10 @@ class Budgets(OffloadOptions):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", self.settings or Settings())  # None: the default
+        if not isinstance(self.settings, Settings):
+            raise ConfigError(
+                f"settings={self.settings!r} is not Settings; give overspill.Settings(...)"
+            )
         if self.shard_dense and "host" in (self.dense_states, self.dense_weights):
             raise ConfigError(
                 "--shard-dense keeps dense parameters and their states on the GPUs; drop it, or "

@@ -38,6 +38,11 @@ class ExpertRecords:
         return self._store.layout
 
     @property
+    def packed(self) -> bool:
+        """Whether the records hold codes and scales, which cannot be changed."""
+        return self.layout.format is not None
+
+    @property
     def weights_bytes(self) -> int:
         return len(self._store.entries) * self.layout.weight_bytes
 
@@ -85,7 +90,7 @@ class ExpertRecords:
 
     def write_weights(self, expert: ExpertId, fill: Callable[[Tensor], None]) -> None:
         """Lets `fill` write an expert's flat weights [numel] in place; packed ones are refused."""
-        if self.layout.format is not None:
+        if self.packed:
             raise ConfigError(
                 "the experts of this model are packed, and cannot be changed; load the checkpoint "
                 "with packed=False, or without quantize="

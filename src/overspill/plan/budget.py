@@ -346,6 +346,10 @@ def _on_disk(
         slots = _host_slots(model, request, on_host.ring, slot_bytes)
     slots = min(slots, count)
     if slots < min(2, count):
+        if request.host_slots is not None:
+            raise BudgetError(
+                f"host_slots={request.host_slots} is too few for experts on disk; give at least 2"
+            )
         least = on_host.reserved + on_host.ring * model.weight_record + 4 * slot_bytes
         states = f" and {model.dense_on_host}" if model.dense_states else ""
         raise BudgetError(

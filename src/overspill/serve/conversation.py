@@ -49,7 +49,9 @@ def _by_template(
     options = {"add_generation_prompt": True, **arguments}
 
     def apply(messages: Sequence[Message], tokenize: bool) -> Any:
-        form = {"tokenize": tokenize, "return_dict": False}
+        # verbose: the length is checked elsewhere
+        quiet = {"tokenizer_kwargs": {"verbose": False}}
+        form = {"tokenize": tokenize, "return_dict": False, **quiet}
         try:
             return codec.tokenizer.apply_chat_template(
                 list(messages), tools=tools, **{**options, **form}

@@ -34,7 +34,7 @@ class SourcePrompts:
             raise ConfigError("this model has no tokenizer; give token ids instead of text")
         check_text(text)
         if src_lang is None:
-            return list(tokenizer(text)["input_ids"])
+            return list(tokenizer(text, verbose=False)["input_ids"])
         asked = self._language("src_lang", src_lang)
         own = tokenizer.convert_tokens_to_ids(tokenizer.src_lang)
         # its language comes first or last: what `src_lang` of the tokenizer would set
@@ -42,7 +42,8 @@ class SourcePrompts:
             [asked if token == own else token for token in tokens]
             for tokens in (tokenizer.prefix_tokens, tokenizer.suffix_tokens)
         )
-        return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return [*before, *tokens, *after]
 
     def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
         """Return the tokens of the source, and the first tokens of the decoder."""

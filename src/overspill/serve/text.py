@@ -55,7 +55,8 @@ class TransformersCodec:
         self._bytes = None if self.library is None else TokenBytes(self.library)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
+        # verbose: the length is checked elsewhere
+        return list(self.tokenizer(text, verbose=False)["input_ids"])
 
     def token_bytes(self, token: int) -> bytes:
         if self._bytes is not None:

@@ -138,8 +138,8 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         assert isinstance(error, HTTPException)
         path, method = request.scope["path"][:200], request.method[:20]
         messages = {
-            404: f"there is no path {path!r}; those of the API begin with /v1, such as "
-            "/v1/chat/completions",
+            404: f"there is no path {path!r}; the API has /v1/chat/completions, /v1/completions "
+            "and /v1/models",
             405: f"{path!r} takes {(error.headers or {}).get('Allow')}, not {method}",
         }
         told = messages.get(error.status_code, error.detail)

@@ -44,6 +44,8 @@ def _write_dense(
 
 def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
     read_dense(path, model, engine)
+    if engine.records.packed:
+        return  # they are never trained: the model has those that it was loaded with
     _, layers = _names(model)
     with StreamReader(path, advice=_advice(path)) as reader:
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)

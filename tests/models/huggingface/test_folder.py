@@ -306,6 +306,11 @@ def test_config_fields_can_be_replaced(folder: Path) -> None:
         load(folder, no_such=1)
 
 
+def test_dtypes_are_those_of_torch(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dtype='bf16' is not .* give 'bfloat16'"):
+        load(folder, dtype="bf16")
+
+
 def test_budget_too_small(folder: Path) -> None:
     with pytest.raises(overspill.OverspillError, match=r"--gpu-memory .* is too small"):
         overspill.load(folder, gpu_memory="10KB", device="cpu", quiet=True)

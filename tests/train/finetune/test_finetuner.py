@@ -198,7 +198,8 @@ def _stop_at(step: int) -> Callable[[int], None]:
 
 # tests/cli/test_finetune.py kills a run that clips
 EXPERTS = {"lora_experts": True, "lora_experts_rank": 3}
-RESUMED: list[dict[str, Any]] = [{"lora": 2, "lr": 0.05, "accumulate": 2, "clip": 0.5, **EXPERTS}]
+ADAPTERS = {"lora": 2, "lr": 0.05, "accumulate": 2, "clip": 0.5, **EXPERTS}
+RESUMED: list[dict[str, Any]] = [ADAPTERS, {**ADAPTERS, "quantize": "fp8"}]
 SLOW = [
     pytest.param(extra, marks=pytest.mark.slow)
     for extra in (

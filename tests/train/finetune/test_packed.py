@@ -62,6 +62,7 @@ def test_an_adapter_learns_on_packed_experts_as_on_plain_ones(
     [
         ({"packed": True}, r"--packed: packed experts cannot be trained; add --lora RANK or --fr"),
         ({"quantize": "int4"}, r"--quantize int4: packed experts cannot be trained; add --lora"),
+        ({"packed": True, "lora": 4, "gpus": 2}, r"--packed: several ranks .* drop --gpus 2$"),
         ({"packed": True, "quantize": "fp8", "lora": 4}, r"--quantize for others; drop one"),
     ],
 )

@@ -94,6 +94,11 @@ def load_within(
     """Run `load` with all budgets in one object; `changes` replace fields of the model's config.
     The LoRA adapter in the folder `adapter` is added to the weights; unless `merged`, its part of
     the experts stays beside their weights, in their records."""
+    named = dtype if isinstance(dtype, str) and dtype != "auto" else None
+    if named is not None and not isinstance(getattr(torch, named, None), torch.dtype):
+        raise ConfigError(
+            f"dtype={dtype!r} is not a dtype of torch; give 'bfloat16', 'float32' or 'auto'"
+        )
     device = budgets.compute_device
     if quantize is not None:
         check_quantization(quantize)

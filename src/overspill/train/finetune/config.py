@@ -195,11 +195,16 @@ class FinetuneConfig(RunConfig):
         if self.memory.shard_dense and (model.lora is not None or self.pregate_level):
             what = "pre-gates" if self.pregate_level else "--lora"
             raise ConfigError(f"--shard-dense does not support {what}; drop it")
-        if self.trains_experts and (model.packed or model.quantize is not None):
+        if model.packed or model.quantize is not None:
             flag = "--packed" if model.packed else f"--quantize {model.quantize}"
-            raise ConfigError(
-                f"{flag}: packed experts cannot be trained; add --lora RANK or --freeze-experts"
-            )
+            if self.trains_experts:
+                raise ConfigError(
+                    f"{flag}: packed experts cannot be trained; add --lora RANK or --freeze-experts"
+                )
+            if (self.memory.gpus or 1) > 1:
+                raise ConfigError(
+                    f"{flag}: several ranks are not supported yet; drop --gpus {self.memory.gpus}"
+                )
         if model.packed and model.quantize is not None:
             raise ConfigError(
                 "--packed is for quantized checkpoints, --quantize for others; drop one of them"

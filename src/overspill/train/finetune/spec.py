@@ -198,6 +198,7 @@ def plan_finetuning(
             "lora_experts": config.expert_adapters_rank,
             "pregate_level": level or None,
             "fix_nllb_routing": model.fix_nllb_routing or None,
+            "quantize": model.quantize,
         },
         team=team or Team(),
         folder=folder,
