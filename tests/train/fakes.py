@@ -34,7 +34,7 @@ class FakeEngine:
         self.shape: ExpertShape = self.layers[0].shape
         self.dtype = self.layers[0].w_in.dtype
         self.recorder = Recorder()
-        self.records = self  # reads and writes the plain model's parameters
+        self.records = self.memory = self  # reads and writes the plain model's parameters
         self.packed = False
         self.closed = False
         self.can_train = False

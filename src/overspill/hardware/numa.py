@@ -57,9 +57,7 @@ def near_cores(
             package = _package(min(cores), cpus)
             cores = {core for core in allowed if _package(core, cpus) == package}
         elif binding == "exclusive":  # hardware threads of a core stay together
-            physical = _groups(
-                cores, lambda core: cpus / f"cpu{core}/topology/thread_siblings_list"
-            )
+            physical = _groups(cores, lambda core: _threads_of_core(cpus / f"cpu{core}"))
             if len(physical) < len(sharing):
                 raise ConfigError(
                     f"--numa-binding exclusive: NUMA node {node} has {len(physical)} cores for "

@@ -79,7 +79,7 @@ def test_a_step_after_a_failure_to_allocate_copies_works(
 
     with decoding(plain_gpt(), tmp_path, "host", prompts=small(PROMPTS[:1])) as made:
         with monkeypatch.context() as patch:
-            patch.setattr(made.model.overspill, "gpu_use", fail)
+            patch.setattr(made.model.overspill.memory, "gpu_use", fail)
             with pytest.raises(RuntimeError, match="no copies"):
                 made.step()
         made.step()
