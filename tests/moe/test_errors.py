@@ -47,7 +47,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
         ({"mode": "host", "host_memory": "1000TiB"}, r"--host-memory .* lower it"),
         ({"mode": "disk"}, r"--disk FOLDER"),
         ({"mode": "disk", "disk": "", "host_memory": "1GiB"}, r"--host-memory .* give at least"),
-        ({"mode": "disk", "disk": "", "host_slots": 1}, r"host_slots=1 is too few .* give at least 2"),
+        ({"mode": "disk", "disk": "", "host_slots": 1}, r"host_slots=1 is too few .* at least 2"),
     ],
     ids=str,
 )
