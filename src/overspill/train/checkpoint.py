@@ -25,6 +25,7 @@ from overspill.tiers.aside import remove, sync
 from overspill.train.checkpoint_tensors import (
     read_model,
     read_optimizer,
+    trains_experts,
     write_model,
     write_optimizer,
 )
@@ -141,7 +142,7 @@ def load(path: Path, model: torch.nn.Module, engine: Engine, optimizer: AdamW) -
     """Restores model, optimizer and random generators from the checkpoint."""
     content = _read_state_file(path)
     engine.flush()
-    read_model(path / _MODEL, model, engine)
+    read_model(path / _MODEL, model, engine, trains_experts(model))
     read_optimizer(path / _OPTIMIZER, engine, optimizer)
     try:
         set_generators(content["rng"])

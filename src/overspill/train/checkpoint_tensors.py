@@ -18,11 +18,13 @@ from overspill.tiers.safetensors_stream import StreamReader, StreamWriter, Tenso
 
 
 def write_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
+    """Write all weights but those of frozen experts: a run that continues has them already."""
     dense, layers = _names(model)
-    specs = _model_specs(dense, layers, engine)
+    trained = trains_experts(model)
+    specs = _model_specs(dense, layers if trained else [], engine)
     with shared_writer(path, specs, {"format": "pt"}, engine.ranks) as writer:
         _write_dense(writer, dense, engine)
-        if writer is None:
+        if writer is None or not trained:
             return
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
         for expert in engine.records.ids():
@@ -42,10 +44,12 @@ def _write_dense(
             writer.write(name, gathered)
 
 
-def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
-    read_dense(path, model, engine)
-    if engine.records.packed:
-        return  # they are never trained: the model has those that it was loaded with
+def read_model(path: Path, model: torch.nn.Module, engine: Engine, experts: bool = True) -> None:
+    """Read the weights of a checkpoint. Without `experts` the model's own are right, also if the
+    checkpoint has some."""
+    read_dense(path, model, engine, experts)
+    if not experts:
+        return
     _, layers = _names(model)
     with StreamReader(path, advice=_advice(path)) as reader:
         record = torch.empty(engine.shape.numel, dtype=engine.dtype)
@@ -61,11 +65,15 @@ def read_model(path: Path, model: torch.nn.Module, engine: Engine) -> None:
         engine.training.weights_loaded(layer)
 
 
-def read_dense(path: Path, model: torch.nn.Module, engine: Engine) -> None:
-    """Read all tensors but the experts, and check that the file has these too."""
+def read_dense(path: Path, model: torch.nn.Module, engine: Engine, experts: bool = True) -> None:
+    """Read all tensors but the experts, and check that the file has these too; without `experts`
+    it may have none."""
     dense, layers = _names(model)
     with StreamReader(path, advice=_advice(path)) as reader:
-        _check_specs(path, reader, _model_specs(dense, layers, engine))
+        specs = _model_specs(dense, layers, engine)
+        if not experts and len(reader.specs) == len(dense):
+            specs = _specs(dense)
+        _check_specs(path, reader, specs)
         with torch.no_grad():
             for name, value in dense.items():
                 local(value).copy_(part_of(reader.read(name), value))
@@ -79,6 +87,12 @@ def _names(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
         if hasattr(parameter, "is_expert_placeholder"):
             layers[name.rpartition(".")[0]] = None
     return dense_tensors(model), list(layers)
+
+
+def trains_experts(model: torch.nn.Module) -> bool:
+    """Whether some experts of an offloaded model are trained."""
+    placeholders = (p for p in model.parameters() if hasattr(p, "is_expert_placeholder"))
+    return any(parameter.requires_grad for parameter in placeholders)
 
 
 _PARTS = ("w_in", "w_out", "b_in", "b_out")

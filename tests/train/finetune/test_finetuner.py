@@ -224,6 +224,10 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     assert (summary.interrupted, summary.steps, summary.final) == (True, 2, None)
     again = f"to continue: overspill finetune --resume --out {tmp_path / 'b'}"
     assert again in summary.lines()
+    (checkpoint,) = (tmp_path / "b" / "checkpoints").glob("step-*")
+    holds_experts = any(name.endswith(".w_in") for name in _weights(checkpoint))
+    frozen = "lora" in extra or "freeze_experts" in extra
+    assert holds_experts != frozen, "a run that continues reads frozen experts from the model"
     resumed = _finetune({**settings, "resume": True}, second)
     assert first.losses + second.losses == straight.losses
     assert first.evals + second.evals == straight.evals
