@@ -82,8 +82,8 @@ def _create(
         str | None,
         typer.Option(
             metavar="FOLDER|bytes",
-            help="The folder of a tokenizer to copy; or `bytes`, with which vocab_size is 264 unless "
-            "it is --set; default: none is written.",
+            help="The folder of a tokenizer to copy; or `bytes`, with which vocab_size is 264 "
+            "unless it is --set; default: none is written.",
             show_default=False,
         ),
     ] = None,
