@@ -17,6 +17,13 @@ from tests.server.running import HeldLLM, Running, ScriptedLLM, running
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
+WRONG_TOOL: dict[str, Any] = {
+    "type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}},
+}  # fmt: skip
+LONG_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"const": "x" * 70_000}}}},
+}
 
 
 def schema(**content: Any) -> dict[str, Any]:
@@ -54,6 +61,8 @@ def schema(**content: Any) -> dict[str, Any]:
         ({"response_format": schema(type="nonsense")}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WRONG_TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [LONG_TOOL], "tool_choice": "required"}, "tools"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice",
@@ -106,6 +115,27 @@ def test_a_wrong_completion_is_explained(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.post("/completions", body={"model": "tiny", "prompt": "a", **change}, cast_to=object)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("token", [300, -1])
+def test_a_wrong_token_names_the_prompt(echo: bool, token: int, client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"token id {token}") as caught:
+        client.completions.create(model="tiny", prompt=[token], echo=echo)
+    assert caught.value.param == "prompt"
+
+
+def test_a_schema_that_a_busy_machine_cannot_compile_may_be_sent_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.serve.schema_process._WAIT_SECONDS", 1e-6)
+    body = {**CHAT, "response_format": schema(type="integer", minimum=3)}
+    with running(llm) as server:
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+        assert answer.json()["error"]["param"] == "response_format"
+        monkeypatch.undo()
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

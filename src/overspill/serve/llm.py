@@ -306,12 +306,12 @@ class LLM:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
-        check_ids(tokens, self._vocabulary())
+        check_ids(tokens, self._vocabulary(), "tokens")
         return need_codec(self._source.codec).decode(list(tokens))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character."""
-        check_ids([token], self._vocabulary())
+        check_ids([token], self._vocabulary(), "token")
         return need_codec(self._source.codec).token_bytes(token)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def check_source(tokens: Sequence[Any], vocabulary: int, longest: int) -> None:
 
 def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
     """Raise unless a decoder can begin with these tokens and has room for an answer."""
-    check_ids(tokens, vocabulary)
+    check_ids(tokens, vocabulary, "decoder_prompt")
     if len(tokens) >= context:
         raise ConfigError(
             f"decoder_prompt: the decoder begins with {len(tokens)} tokens, which leaves no room "
@@ -112,13 +112,15 @@ def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
         )
 
 
-def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
-    """Raise unless these are token ids of the model."""
+def check_ids(tokens: Sequence[Any], vocabulary: int, name: str = "prompt") -> None:
+    """Raise unless these are token ids of the model; `name` is the argument that has them."""
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise ConfigError(f"{token!r} in a prompt is not a token id (a whole number)")
+            raise ConfigError(f"{name}: {token!r} is not a token id (a whole number)")
         if not 0 <= token < vocabulary:
-            raise ConfigError(f"token id {token} is not one of the {vocabulary} of this model")
+            raise ConfigError(
+                f"{name}: token id {token} is not one of the {vocabulary} of this model"
+            )
 
 
 def params_of_each(

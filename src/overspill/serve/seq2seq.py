@@ -98,7 +98,7 @@ class SourcePrompts:
     def _decoder_prompt(self, prompt: str | Sequence[int] | None) -> list[int]:
         if not isinstance(prompt, str):
             tokens = list(prompt or ())
-            check_ids(tokens, self._vocabulary)
+            check_ids(tokens, self._vocabulary, "decoder_prompt")
             return tokens
         if self._tokenizer is None:
             raise ConfigError(

@@ -27,10 +27,13 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
     llm.check_chats()
     template = llm.chat_template
     check_tools(body, template)
-    schema = tool_schema(body) or schema_of(body.response_format)
+    of_tools = tool_schema(body)
+    schema = of_tools or schema_of(body.response_format)
+    schema_field = "response_format" if of_tools is None else "tools"
     top = body.top_logprobs or 0
     most = body.max_completion_tokens or body.max_tokens or llm.context
-    params = sampling_params(body, most, top if body.logprobs else None, schema)
+    logprobs = top if body.logprobs else None
+    params = sampling_params(body, most, logprobs, schema, schema_field=schema_field)
     tools = None
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -46,7 +49,7 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
         top,
         body.includes_usage,
     )
-    return Plan([Job(tokens, each) for each in samples_of(params, n)], n, form)
+    return Plan([Job(tokens, each) for each in samples_of(params, n)], n, form, schema_field)
 
 
 def template_arguments(body: ChatRequest, template: str | None) -> dict[str, Any]:

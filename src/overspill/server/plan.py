@@ -21,6 +21,8 @@ class Plan:
     samples: int
     """Number of answers to each prompt."""
     form: Form
+    schema_field: str = "response_format"
+    """Field of the request with the JSON schema of its answers."""
 
 
 def check_length(tokens: Sequence[int], llm: "LLM", param: str) -> None:
