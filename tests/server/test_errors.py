@@ -201,6 +201,24 @@ def test_a_prompt_beyond_the_context_says_so(client: OpenAI) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
+def test_a_prompt_that_is_far_too_long_is_not_tokenized(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(llm, "least_tokens", lambda text: len(text) // 4)
+    monkeypatch.setattr(llm, "encode", encode)
+    text = "a " * 1_000_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    with running(llm) as server:
+        for path, body in (("completions", {"prompt": text}), ("chat/completions", chat)):
+            answer = server.http.post(f"/v1/{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert "the prompt has at least 5000" in error["message"]
+
+
 def test_what_does_not_exist_is_not_found(client: OpenAI, server: Running) -> None:
     for ask in (
         lambda: client.completions.create(model="gpt-9", prompt="a"),

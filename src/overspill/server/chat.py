@@ -38,8 +38,14 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     messages = [_message(message) for message in body.messages]
-    tokens = llm.chat_tokens(messages, tools=tools, **template_arguments(body, template))
-    check_length(tokens, llm, "messages")
+    given = template_arguments(body, template)
+
+    def check(text: str) -> None:
+        check_length(llm.least_tokens(text), llm, "messages", "at least ")
+
+    is_long = sum(len(message["content"] or "") for message in messages) >= llm.context
+    tokens = llm.check_chat_tokens(messages, tools, given, check if is_long else None)
+    check_length(len(tokens), llm, "messages")
     n = body.n or 1
     form = ChatForm(
         model,
