@@ -14,11 +14,15 @@ def test_create_writes_a_checkpoint_with_a_tokenizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "out")
-    words = ["create", "switch-base-8", out, *TINY, "--set", "vocab_size=264"]
-    assert app([*words, "--tokenizer", "bytes", "--json", "--seed", "5"]) == 0
+    words = ["create", "switch-base-8", out, *TINY, "--tokenizer", "bytes"]
+    assert app([*words, "--json", "--seed", "5"]) == 0
     done = json.loads(capsys.readouterr().out)
     model = AutoModelForSeq2SeqLM.from_pretrained(out)
     assert model.num_parameters() == done["parameters"]
+    assert model.config.vocab_size == 264  # the one of the tokenizer
+    assert app([*words[:2], f"{out}3", *words[3:], "--set", "vocab_size=300"]) == 0
+    assert json.loads(Path(f"{out}3", "config.json").read_text())["vocab_size"] == 300
+    capsys.readouterr()
     assert (done["moe_blocks"], done["experts"], model.config.num_experts) == (2, 3, 3)
     tokenizer = AutoTokenizer.from_pretrained(out)
     ids = tokenizer("Grüße", return_tensors="pt").input_ids
@@ -45,6 +49,10 @@ def test_the_list_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
         ("switch-base-8", "needs NAME and OUT; overspill create --list"),
         ("switch-base-8 OUT --set d_model", "--set d_model is not FIELD=VALUE"),
         ("switch-base-8 OUT --set d_mode=3", "did you mean d_model"),
+        ("switch-base-8 OUT --set num_heads=0", "num_heads=0 must be at least 1"),
+        ("switch-base-8 OUT --set hidden_size=0", "hidden_size=0 must be at least 1"),
+        ("nllb-moe-54b OUT --set decoder_attention_heads=-1", "=-1 must be at least 1"),
+        ("nano OUT --set num_attention_heads=0", "num_attention_heads=0 must be at least 1"),
         ("switch-base-8 OUT --layers 1", "at least 2"),
         ("switch-base-8 OUT --dtype fp8", "--dtype fp8 is unknown; give bf16 or fp32"),
         ("switch-base-8 OUT --set vocab_size=100 --tokenizer bytes", "--set vocab_size=257"),

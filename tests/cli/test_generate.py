@@ -25,7 +25,7 @@ def test_generate_streams_what_json_gives(run: Path, capsys: pytest.CaptureFixtu
         (["generate", "RUN", ""], "the prompt is empty"),
         (["generate", "RUN"], "PROMPT"),
         (["generate", "/nowhere", "a"], "/nowhere does not exist"),
-        (["generate", "RUN", "a", "--top-p", "0"], "top_p=0.0 must be above 0"),
+        (["generate", "RUN", "a", "--top-p", "0"], "--top-p 0.0 must be above 0 and"),
         (["generate", "RUN", "a", "--mode", "fast"], "--mode"),
         (["generate", "RUN", "a", "--mode", "pre-gated"], "train them with overspill pregate"),
         (["generate", "RUN", "a", "--migrate", "copy", "--device", "cpu"], "is computed on cpu"),

@@ -109,7 +109,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--device", "tpu"], "--device tpu is unknown"),
         (["train", "--resume", "--out", "nowhere"], "folder nowhere does not exist"),
         (["train", "--slots", "1"], "slots"),
-        (["train", "--gpu-memory", "64KiB"], "--gpu-memory 64.0 KiB is too small"),
+        (["train", "--gpu-memory", "64KiB"], "--gpu-memory 64KiB is too small"),
         (["train", "--mode", "host", "--host-memory", "1000TiB"], "--host-memory"),
         (["train", "--top-k", "99"], "top_k=99 is more than n_experts=16"),
         (["nonsense"], "nonsense"),

@@ -41,13 +41,16 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"gpu_memory": "4KiB"}, r"--gpu-memory 4\.0 KiB .* give at least"),
-        ({"slots": 1}, r"slots=1 .* give 2"),
-        ({"mode": "host", "host_memory": "1MiB"}, r"--host-memory 1\.0 MiB .* --disk"),
+        ({"gpu_memory": "4KiB"}, r"--gpu-memory 4KiB .* give at least"),
+        ({"slots": 1}, r"slots=1 \(--slots\) .* give 2"),
+        ({"mode": "host", "host_memory": "1MiB"}, r"--host-memory 1MiB .* --disk"),
         ({"mode": "host", "host_memory": "1000TiB"}, r"--host-memory .* lower it"),
         ({"mode": "disk"}, r"--disk FOLDER"),
         ({"mode": "disk", "disk": "", "host_memory": "1GiB"}, r"--host-memory .* give at least"),
-        ({"mode": "disk", "disk": "", "host_slots": 1}, r"host_slots=1 is too few .* at least 2"),
+        (
+            {"mode": "disk", "disk": "", "host_slots": 1},
+            r"host_slots=1 \(--host-slots\) is too few .* at least 2",
+        ),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from overspill.serve.text import Codec, TextStream, TransformersCodec
+from overspill.serve.text import Codec, LengthBound, TextStream, TransformersCodec
 from overspill.train.tokenizer import ByteTokenizer
 from overspill.train.trained import RunCodec
 
@@ -146,6 +146,18 @@ def test_a_stop_string_before_half_a_character_is_found() -> None:
     codec = byte_level()
     tokens = codec.tokenizer.convert_tokens_to_ids(["a", "b" + bytes_to_letters()[0xE2]])
     assert stream_of(codec, tokens, "ab") == (["", "", ""], True)
+
+
+@given(st.text(max_size=300))
+def test_the_bound_of_a_length_is_never_above_it(text: str) -> None:
+    bound = LengthBound(byte_level())
+    assert bound.least(text) <= len(byte_level().encode(text))
+    assert LengthBound(words()).least(text) == 0  # it has one token for unknown words
+    assert LengthBound(None).least(text) == 0
+
+
+def test_a_long_text_has_a_bound() -> None:
+    assert LengthBound(byte_level()).least("a" * 50_000) >= 10_000
 
 
 def test_without_a_codec_there_is_no_text() -> None:

@@ -17,6 +17,13 @@ from tests.server.running import HeldLLM, Running, ScriptedLLM, running
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
+WRONG_TOOL: dict[str, Any] = {
+    "type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}},
+}  # fmt: skip
+LONG_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"const": "x" * 70_000}}}},
+}
 
 
 def schema(**content: Any) -> dict[str, Any]:
@@ -54,6 +61,8 @@ def schema(**content: Any) -> dict[str, Any]:
         ({"response_format": schema(type="nonsense")}, "response_format"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WRONG_TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [LONG_TOOL], "tool_choice": "required"}, "tools"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "tool_choice",
@@ -106,6 +115,27 @@ def test_a_wrong_completion_is_explained(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.post("/completions", body={"model": "tiny", "prompt": "a", **change}, cast_to=object)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("token", [300, -1])
+def test_a_wrong_token_names_the_prompt(echo: bool, token: int, client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"token id {token}") as caught:
+        client.completions.create(model="tiny", prompt=[token], echo=echo)
+    assert caught.value.param == "prompt"
+
+
+def test_a_schema_that_a_busy_machine_cannot_compile_may_be_sent_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.serve.schema_process._WAIT_SECONDS", 1e-6)
+    body = {**CHAT, "response_format": schema(type="integer", minimum=3)}
+    with running(llm) as server:
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+        assert answer.json()["error"]["param"] == "response_format"
+        monkeypatch.undo()
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -169,6 +199,24 @@ def test_a_prompt_beyond_the_context_says_so(client: OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             ask()
         assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_is_far_too_long_is_not_tokenized(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(llm, "least_tokens", lambda text: len(text) // 4)
+    monkeypatch.setattr(llm, "encode", encode)
+    text = "a " * 1_000_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    with running(llm) as server:
+        for path, body in (("completions", {"prompt": text}), ("chat/completions", chat)):
+            answer = server.http.post(f"/v1/{path}", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert "the prompt has at least 5000" in error["message"]
 
 
 def test_what_does_not_exist_is_not_found(client: OpenAI, server: Running) -> None:

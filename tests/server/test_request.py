@@ -65,13 +65,17 @@ def send(server: Running, body: dict[str, Any]) -> Any:
 @pytest.mark.usefixtures("small_process")
 def test_a_schema_that_is_too_complex_is_a_bad_request(server: Running) -> None:
     named = {"type": "function", "function": {"name": "sum"}}
-    for body in (asked(hours()), tools(hours(1), "required"), tools(hours(2), named)):
+    for body, what, param in (
+        (asked(hours()), "json_schema", "response_format"),
+        (tools(hours(1), "required"), "the JSON schema of tools", "tools"),
+        (tools(hours(2), named), "the JSON schema of tools", "tools"),
+    ):
         for stream in (False, True):
             answer = server.http.post(CHAT, json={**body, "stream": stream})
             assert answer.status_code == 400
             error = answer.json()["error"]
-            assert error["message"].startswith("json_schema is too complex: ")
-            assert error["param"] == "response_format"
+            assert error["message"].startswith(f"{what} is too complex: ")
+            assert error["param"] == param
     assert server.wait_until(lambda: server.idle)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from overspill.core.errors import ConfigError
 from overspill.serve.llm import LLM
 from overspill.server.errors import ApiError
 from overspill.server.service import Service
@@ -59,5 +60,7 @@ def test_an_adapter_is_served_under_its_own_name(adapted: Adapted) -> None:
         given.check_model("org/large-moe")  # which would answer otherwise
     named = names(adapted.folder, adapted.folder, served_name="x")
     assert (named.name, named.adapter) == ("x", "adapter")
+    with pytest.raises(ConfigError, match="--served-name is empty; give a name"):
+        names(adapted.folder, adapted.folder, served_name="")
     plain = names(None, adapted.base)
     assert (plain.name, plain.adapter, plain.base) == ("base", None, None)

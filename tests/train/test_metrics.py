@@ -1,4 +1,8 @@
 from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
 
 from overspill.train.metrics import EvalMetrics, MetricsFile, StepMetrics, read_lines
 from overspill.train.plot import draw_loss
@@ -57,3 +61,18 @@ def test_losses_are_drawn_also_when_there_are_none(tmp_path: Path) -> None:
         file.write(EvalMetrics(1, 3.3))
     assert (tmp_path / "0.png").read_bytes() != (tmp_path / "1.png").read_bytes()
     file.close()
+
+
+def test_the_ticks_of_a_short_run_are_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", first_step=0)
+    for step in range(1, 5):
+        file.write(make_metrics(step))
+    file.close()
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    draw_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "nano")
+    (ticks,) = [figure.axes[0].get_xticks() for figure in figures]
+    assert len(ticks) > 1
+    assert all(tick == round(tick) for tick in ticks)

@@ -40,7 +40,8 @@ def test_a_pipe_gets_lines_for_each_logged_step() -> None:
 
 def test_nothing_is_said_about_transfers_if_there_are_none() -> None:
     out = io.StringIO()
-    idle = dataclasses.replace(METRICS, busy=dict.fromkeys(ROWS, 0.0))
+    # of ranks on the CPU, only the main thread is traced
+    idle = dataclasses.replace(METRICS, busy=dict.fromkeys(ROWS, 0.0) | {"main": 0.5})
     Display(Console(file=out, width=200)).step(idle, log=True)
     assert "busy" not in out.getvalue()
 

@@ -82,7 +82,8 @@ def _create(
         str | None,
         typer.Option(
             metavar="FOLDER|bytes",
-            help="The folder of a tokenizer to copy, or `bytes`; default: none is written.",
+            help="The folder of a tokenizer to copy; or `bytes`, with which vocab_size is 264 "
+            "unless it is --set; default: none is written.",
             show_default=False,
         ),
     ] = None,
@@ -104,11 +105,14 @@ def _create(
     # Importing torch takes seconds: only after the flags are checked.
     import torch
 
-    from overspill.core.sizes import format_size
+    from overspill.core.sizes import format_size, round_up
     from overspill.models.checkpoint_presets import preset_config
     from overspill.models.huggingface.create import Created, create
     from overspill.train.export_tokenizer import byte_token_ids, write_byte_tokenizer
+    from overspill.train.tokenizer import ByteTokenizer
 
+    if tokenizer == "bytes":  # further tokens would have no text; 8: rows of logits are aligned
+        given.setdefault("vocab_size", round_up(ByteTokenizer().ids, 8))
     config = preset_config(name, layers=layers, experts=experts, **given)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
 

@@ -120,9 +120,13 @@ class Budgets(OffloadOptions):
         if device.type == "cpu":  # all memory is host memory: nothing is gained
             weights = "gpu" if weights == "auto" else weights
             states = "gpu" if (states, weights) == ("auto", "gpu") else states
+        gpu_memory = self._rank_gpu_bytes(device, available // n_ranks)
+        host_memory = self._rank_host_bytes(available, n_ranks)
         return BudgetRequest(
-            gpu_memory=self._rank_gpu_bytes(device, available // n_ranks),
-            host_memory=self._rank_host_bytes(available, n_ranks),
+            gpu_memory=gpu_memory,
+            host_memory=host_memory,
+            gpu_text=_written(self.gpu_memory, gpu_memory),
+            host_text=_written(self.host_memory, host_memory),
             disk_free=None if self.folder is None else disk_free(self.folder) // n_ranks,
             **{
                 **values_of(self, PlanOptions),
@@ -160,8 +164,9 @@ class Budgets(OffloadOptions):
         asked = parse_size(self.host_memory, "--host-memory")
         if asked > available:
             raise BudgetError(
-                f"--host-memory {format_size(asked)} exceeds the {format_size(available)} that "
-                "this machine has available; lower it or give a --disk folder"
+                f"--host-memory {_written(self.host_memory, asked)} exceeds the "
+                f"{format_size(available)} that this machine has available; lower it or give a "
+                "--disk folder"
             )
         return asked
 
@@ -174,6 +179,13 @@ class Budgets(OffloadOptions):
             return MEMORY_LIMITS.share(device)
         if asked > total:
             raise BudgetError(
-                f"--gpu-memory {format_size(asked)} exceeds the GPU's {format_size(total)}"
+                f"--gpu-memory {_written(self.gpu_memory, asked)} exceeds the GPU's "
+                f"{format_size(total)}"
             )
         return asked
+
+
+def _written(given: str | int | None, size: int) -> str:
+    """Return a size as the user has written it, or with a unit if they gave a number or nothing."""
+    is_text = isinstance(given, str) and not given.strip().isdigit()
+    return str(given).strip() if is_text and parse_size(str(given)) == size else format_size(size)

@@ -9,6 +9,7 @@ the whole model the 395 B of the Switch Transformer paper.
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,10 +209,21 @@ def preset_config(
                 f"{field!r} is not one of the fields of {kind.__name__}: "
                 f"{listed(sorted(names), field)}"
             )
+    _check_sizes(fields, {kind.attribute_map.get(n, n): (n, v) for n, v in changes.items()})
     try:
         return kind(**{**fields, **changes})
     except StrictDataclassError as error:
         raise ConfigError(f"preset {name}: {' '.join(str(error).split())}") from error
+
+
+def _check_sizes(fields: Mapping[str, Any], changes: Mapping[str, tuple[str, Any]]) -> None:
+    """Raise for sizes below 1, by which transformers would divide. `changes` have the name and the
+    value that were given for each field. Without sparse blocks, a stack is dense."""
+    for field, (name, value) in changes.items():
+        old = fields.get(field)
+        is_size = type(old) is int and old > 0 and "sparse" not in field
+        if is_size and type(value) is int and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
 
 
 def _fields(shape: Any) -> dict[str, Any]:

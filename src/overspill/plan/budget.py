@@ -57,6 +57,16 @@ class BudgetRequest(PlanOptions, HostSlots):
     # whether experts may move to the GPU until the budget is used, unless something is overridden
     residency: bool = False
     can_map: bool = False  # kernels of the device can use pinned host memory
+    gpu_text: str | None = None  # the budgets as the user has written them, for error messages
+    host_text: str | None = None
+
+    @property
+    def gpu_words(self) -> str:
+        return self.gpu_text or format_size(self.gpu_memory)
+
+    @property
+    def host_words(self) -> str:
+        return self.host_text or format_size(self.host_memory)
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ def _too_small(model: ModelSizes, request: BudgetRequest, residents: int) -> Bud
         dense += f", gpu_experts={residents} {format_size(resident)}"
     what = "two experts with their gradients" if model.trains_experts else "experts and activations"
     return BudgetError(
-        f"--gpu-memory {format_size(request.gpu_memory)} is too small: {dense} and {what} "
+        f"--gpu-memory {request.gpu_words} is too small: {dense} and {what} "
         f"{format_size(_floor(model))}; give at least {format_size(need * 1.25, up=True)}"
     )
 
@@ -200,7 +210,7 @@ def _place(model: ModelSizes, request: BudgetRequest, residents: int) -> Placeme
     if count == 0:
         if model.dense_states and on_host.reserved > host_memory:
             raise BudgetError(
-                f"--host-memory {format_size(host_memory)} does not hold the "
+                f"--host-memory {request.host_words} does not hold the "
                 f"{model.dense_on_host}; give at least {format_size(on_host.reserved, up=True)}"
             )
         return replace(on_host, mode="gpu")
@@ -211,11 +221,11 @@ def _place(model: ModelSizes, request: BudgetRequest, residents: int) -> Placeme
         need = count * slot_bytes + ring * model.weight_record + on_host.reserved
         what, more = "the experts", "host memory"
         if fills and residents:
-            what = f"the {count} experts beyond --gpu-memory {format_size(request.gpu_memory)}"
+            what = f"the {count} experts beyond --gpu-memory {request.gpu_words}"
             more = "host or GPU memory"
         what += f" and {model.dense_on_host}" if model.dense_states else ""
         raise BudgetError(
-            f"--host-memory {format_size(host_memory)} does not hold {what}, which "
+            f"--host-memory {request.host_words} does not hold {what}, which "
             f"need {format_size(need, up=True)}; give a --disk folder, or more {more}"
         )
     return replace(on_host, ring=_ring(model, request, count))
@@ -298,7 +308,7 @@ def _check_gpu(model: ModelSizes, request: BudgetRequest) -> None:
     if need > request.gpu_memory:
         raise BudgetError(
             f"mode='gpu' needs {format_size(need)}, --gpu-memory is "
-            f"{format_size(request.gpu_memory)}; use mode='auto' to spill"
+            f"{request.gpu_words}; use mode='auto' to spill"
         )
 
 
@@ -319,7 +329,8 @@ def _slots(model: ModelSizes, request: BudgetRequest, free: int) -> int:
     if request.slots is not None:
         if request.slots < 2:
             raise BudgetError(
-                f"slots={request.slots} is too few: one expert computes while another loads; give 2"
+                f"slots={request.slots} (--slots) is too few: one expert computes while another "
+                "loads; give 2"
             )
         return min(request.slots, model.experts)
     # the link cannot use more than three layers ahead, or with stages more than the stage that
@@ -348,12 +359,13 @@ def _on_disk(
     if slots < min(2, count):
         if request.host_slots is not None:
             raise BudgetError(
-                f"host_slots={request.host_slots} is too few for experts on disk; give at least 2"
+                f"host_slots={request.host_slots} (--host-slots) is too few for experts on disk; "
+                "give at least 2"
             )
         least = on_host.reserved + on_host.ring * model.weight_record + 4 * slot_bytes
         states = f" and {model.dense_on_host}" if model.dense_states else ""
         raise BudgetError(
-            f"--host-memory {format_size(request.host_memory)} holds fewer than two experts of "
+            f"--host-memory {request.host_words} holds fewer than two experts of "
             f"{format_size(slot_bytes)} beside the process{states}; give at least "
             f"{format_size(least, up=True)}"
         )

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from overspill.core.errors import ConfigError
-from overspill.core.options import Count, NotNegative, NotNegativeInt, Share, values_of
+from overspill.core.options import Count, NotNegative, NotNegativeInt, Rule, values_of
 from overspill.models.huggingface.checks import (
     check_checkpoint,
     check_tokenizer,
@@ -20,6 +20,9 @@ from overspill.train.settings import Config
 if TYPE_CHECKING:
     from overspill.serve.llm import LLM
     from overspill.serve.params import SamplingParams
+
+
+_TOP_P = Rule("above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class SamplingSection:
     """Tokens of an answer at most."""
     temperature: NotNegative = 0.7
     """0 takes the likeliest token; higher values vary more."""
-    top_p: Share = 1.0
+    top_p: Annotated[float, _TOP_P] = 1.0
     """Choose among the likeliest tokens that have this share of the probability."""
     top_k: NotNegativeInt = 0
     """Choose among so many of the likeliest tokens; 0: all."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from overspill.core.errors import ConfigError, OrderError
-from overspill.serve.schema_process import Attempt, BusyError, SchemaProcess, first_line
+from overspill.serve.schema_process import Attempt, PassingError, SchemaProcess, first_line
 from overspill.serve.text import Codec
 
 _log = logging.getLogger("overspill")
@@ -222,7 +222,7 @@ class Grammars:
             limits = library.LLParserLimits(max_lexer_states=_MOST_STATES)
             matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
             matcher.compute_bitmask()  # some schemas fail here; and the first token need not wait
-        except BusyError:
+        except PassingError:
             raise  # it may be compiled later
         except ConfigError as error:
             return str(error)

@@ -266,8 +266,20 @@ class LLM:
         """Return the prompt of a chat (`[{"role": "user", "content": "..."}]`) by the model's chat
         template, which gets `tools` and the other arguments; without a template, the lines of the
         chat as plain text. An encoder-decoder has no chats."""
+        return self.check_chat_tokens(messages, tools, template_arguments, None)
+
+    def check_chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        check: conversation.Check | None,
+    ) -> list[int]:
+        """Return `chat_tokens`; `check` is called with the text of the prompt before it is
+        tokenized, and may raise."""
         self.check_chats()
-        return conversation.chat_tokens(self._source.codec, messages, tools, template_arguments)
+        codec = self._source.codec
+        return conversation.chat_tokens(codec, messages, tools, arguments, check)
 
     def check_chats(self) -> None:
         """Raise if this model has no chats: an encoder-decoder answers single prompts."""
@@ -304,14 +316,19 @@ class LLM:
         """Return the tokens of a text, which may be a source in a language."""
         return self._prompts.encode(text, src_lang)
 
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, 0 if it is not known. Far faster than
+        `encode`, for texts that may be longer than the context."""
+        return self._prompts.least(text)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
-        check_ids(tokens, self._vocabulary())
+        check_ids(tokens, self._vocabulary(), "tokens")
         return need_codec(self._source.codec).decode(list(tokens))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character."""
-        check_ids([token], self._vocabulary())
+        check_ids([token], self._vocabulary(), "token")
         return need_codec(self._source.codec).token_bytes(token)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from overspill.core.errors import ConfigError
 from overspill.serve.params import DECODER_FIELDS, SamplingParams
-from overspill.serve.text import Codec, check_text, need_codec
+from overspill.serve.text import Codec, LengthBound, check_text, need_codec
 
 Prompt = str | Sequence[int]
 
@@ -19,6 +19,10 @@ class Prompts(Protocol):
 
     def encode(self, text: str, src_lang: str | None = None) -> list[int]:
         """Return the tokens of a text, which may be a source in a language."""
+
+    def least(self, text: str) -> int:
+        """Return a number of tokens that a text has at least, 0 if it is not known: a text that is
+        too long need not be tokenized."""
 
     def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
         """Return the tokens of the source for an encoder, if there is one, and the tokens that the
@@ -36,6 +40,7 @@ class PlainPrompts:
         self._codec = codec
         self._vocabulary = vocabulary
         self._context = context
+        self._bound = LengthBound(codec)
         self.languages: Mapping[str, int] = {}
 
     def encode(self, text: str, src_lang: str | None = None) -> list[int]:
@@ -45,9 +50,15 @@ class PlainPrompts:
 
     def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
         self.check(params)
+        if isinstance(prompt, str):
+            check_room(self.least(prompt), self._context, "at least ")
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         check_tokens(tokens, self._vocabulary, self._context)
         return [], tokens
+
+    def least(self, text: str) -> int:
+        # no token is shorter than a character: the vocabulary is not read for short texts
+        return self._bound.least(text) if len(text) >= self._context else 0
 
     def check(self, params: SamplingParams) -> None:
         for name in DECODER_FIELDS:
@@ -82,9 +93,14 @@ def check_tokens(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
     if not tokens:
         raise ConfigError("the prompt is empty; give at least one token")
     check_ids(tokens, vocabulary)
-    if len(tokens) >= context:
+    check_room(len(tokens), context)
+
+
+def check_room(count: int, context: int, words: str = "") -> None:
+    """Raise if a prompt of so many tokens leaves no room for an answer."""
+    if count >= context:
         raise ConfigError(
-            f"a prompt of {len(tokens)} tokens leaves no room in the context of "
+            f"a prompt of {words}{count} tokens leaves no room in the context of "
             f"{context}; shorten it, or raise context= (--context) if the model allows it"
         )
 
@@ -103,7 +119,7 @@ def check_source(tokens: Sequence[Any], vocabulary: int, longest: int) -> None:
 
 def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
     """Raise unless a decoder can begin with these tokens and has room for an answer."""
-    check_ids(tokens, vocabulary)
+    check_ids(tokens, vocabulary, "decoder_prompt")
     if len(tokens) >= context:
         raise ConfigError(
             f"decoder_prompt: the decoder begins with {len(tokens)} tokens, which leaves no room "
@@ -112,13 +128,15 @@ def check_decoder(tokens: Sequence[Any], vocabulary: int, context: int) -> None:
         )
 
 
-def check_ids(tokens: Sequence[Any], vocabulary: int) -> None:
-    """Raise unless these are token ids of the model."""
+def check_ids(tokens: Sequence[Any], vocabulary: int, name: str = "prompt") -> None:
+    """Raise unless these are token ids of the model; `name` is the argument that has them."""
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool):
-            raise ConfigError(f"{token!r} in a prompt is not a token id (a whole number)")
+            raise ConfigError(f"{name}: {token!r} is not a token id (a whole number)")
         if not 0 <= token < vocabulary:
-            raise ConfigError(f"token id {token} is not one of the {vocabulary} of this model")
+            raise ConfigError(
+                f"{name}: token id {token} is not one of the {vocabulary} of this model"
+            )
 
 
 def params_of_each(

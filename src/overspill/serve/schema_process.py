@@ -22,8 +22,12 @@ _WAIT_SECONDS = 30.0
 _END_SECONDS = 5.0
 
 
-class BusyError(ConfigError):
-    """A schema was not compiled in time, though it has reached no limit."""
+class PassingError(ConfigError):
+    """A schema was not compiled, for a reason that may pass."""
+
+
+class BusyError(PassingError):
+    """A schema was not compiled in time, though it has reached no limit: the machine is busy."""
 
 
 class Attempt:
@@ -88,7 +92,7 @@ class SchemaProcess:
         if code != b"0":
             seconds, memory = self._limits
             # 1 is an error of Python: the process may lack something else, too
-            kind = BusyError if code == b"1" else ConfigError
+            kind = PassingError if code == b"1" else ConfigError
             raise kind(
                 f"json_schema is too complex: compiling it takes more than {seconds} seconds or "
                 f"{memory >> 20} MiB; give a simpler one"

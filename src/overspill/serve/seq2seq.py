@@ -45,6 +45,10 @@ class SourcePrompts:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [*before, *tokens, *after]
 
+    def least(self, text: str) -> int:
+        """Return 0: tokenizers of these models normalize texts."""
+        return 0
+
     def read(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], list[int]]:
         """Return the tokens of the source, and the first tokens of the decoder."""
         return self._source(prompt, params), self._opening(params)
@@ -98,7 +102,7 @@ class SourcePrompts:
     def _decoder_prompt(self, prompt: str | Sequence[int] | None) -> list[int]:
         if not isinstance(prompt, str):
             tokens = list(prompt or ())
-            check_ids(tokens, self._vocabulary)
+            check_ids(tokens, self._vocabulary, "decoder_prompt")
             return tokens
         if self._tokenizer is None:
             raise ConfigError(

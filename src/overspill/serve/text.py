@@ -1,10 +1,12 @@
 """Text to tokens, and tokens to text piece by piece."""
 
+import functools
+import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from overspill.core.errors import ConfigError
-from overspill.train.token_bytes import TokenBytes
+from overspill.train.token_bytes import TokenBytes, byte_characters
 
 _INCOMPLETE = "\ufffd"  # a character whose bytes are not all there
 
@@ -42,6 +44,62 @@ def check_text(text: str) -> None:
         raise ConfigError(
             f"the text is not valid UTF-8: {bad!r} at character {error.start}; remove it"
         ) from error
+
+
+class LengthBound:
+    """Lower bound of the number of tokens of texts, without tokenizing them."""
+
+    def __init__(self, codec: Codec | None) -> None:
+        self._library: Any = getattr(codec, "library", None)
+
+    def least(self, text: str) -> int:
+        """Return a number of tokens that the text has at least; 0 if it is not known."""
+        return 0 if self._longest is None else len(text) // self._longest
+
+    @functools.cached_property
+    def _longest(self) -> int | None:
+        """The most characters of a text that one token stands for; None if there is no limit: some
+        tokenizers drop characters, or have one token for all that they do not know."""
+        if self._library is None:
+            return None
+        parts = json.loads(self._library.to_str())
+        normalizers, splits = (_flat(parts[name]) for name in ("normalizer", "pre_tokenizer"))
+        kinds = {each["type"] for each in normalizers if not _keeps_length(each)}
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        if any(each["type"] == "ByteLevel" for each in splits):
+            knows_all = vocabulary.keys() >= {*byte_characters()}
+        else:
+            knows_all = parts["model"].get("byte_fallback") is True
+            knows_all &= vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+        keeps_all = (
+            parts["model"]["type"] == "BPE"
+            and knows_all
+            and kinds <= {"NFC"}
+            and {each["type"] for each in splits} <= {"ByteLevel", "Split", "Digits", "Metaspace"}
+            and all(each.get("behavior") != "Removed" for each in splits)
+            # these include the spaces beside them
+            and not any(each["lstrip"] or each["rstrip"] for each in parts["added_tokens"])
+        )
+        if not keeps_all:
+            return None
+        longest = max(map(len, vocabulary))
+        return longest * (4 if "NFC" in kinds else 1)  # NFC makes one character of at most 4
+
+
+def _keeps_length(normalizer: Any) -> bool:
+    """Return whether a normalizer makes no text shorter."""
+    if normalizer["type"] == "Replace":
+        replaced = normalizer["pattern"].get("String")
+        return replaced is not None and len(normalizer["content"]) >= len(replaced)
+    return bool(normalizer["type"] == "Prepend")
+
+
+def _flat(part: Any) -> list[Any]:
+    """Return a normalizer or pre-tokenizer of a tokenizer.json as the list of its parts."""
+    if part is None:
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    return [each for one in inner for each in _flat(one)] if inner else [part]
 
 
 class TransformersCodec:

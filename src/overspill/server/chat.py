@@ -27,16 +27,25 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
     llm.check_chats()
     template = llm.chat_template
     check_tools(body, template)
-    schema = tool_schema(body) or schema_of(body.response_format)
+    of_tools = tool_schema(body)
+    schema = of_tools or schema_of(body.response_format)
+    schema_field = "response_format" if of_tools is None else "tools"
     top = body.top_logprobs or 0
     most = body.max_completion_tokens or body.max_tokens or llm.context
-    params = sampling_params(body, most, top if body.logprobs else None, schema)
+    logprobs = top if body.logprobs else None
+    params = sampling_params(body, most, logprobs, schema, schema_field=schema_field)
     tools = None
     if body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     messages = [_message(message) for message in body.messages]
-    tokens = llm.chat_tokens(messages, tools=tools, **template_arguments(body, template))
-    check_length(tokens, llm, "messages")
+    given = template_arguments(body, template)
+
+    def check(text: str) -> None:
+        check_length(llm.least_tokens(text), llm, "messages", "at least ")
+
+    is_long = sum(len(message["content"] or "") for message in messages) >= llm.context
+    tokens = llm.check_chat_tokens(messages, tools, given, check if is_long else None)
+    check_length(len(tokens), llm, "messages")
     n = body.n or 1
     form = ChatForm(
         model,
@@ -46,7 +55,7 @@ def plan_chat(llm: "LLM", body: ChatRequest, model: str) -> Plan:
         top,
         body.includes_usage,
     )
-    return Plan([Job(tokens, each) for each in samples_of(params, n)], n, form)
+    return Plan([Job(tokens, each) for each in samples_of(params, n)], n, form, schema_field)
 
 
 def template_arguments(body: ChatRequest, template: str | None) -> dict[str, Any]:

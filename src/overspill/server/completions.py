@@ -47,10 +47,12 @@ def plan_completion(
     for prompt in prompts_of(body):
         if body.src_lang is not None and not isinstance(prompt, str):
             raise invalid("src_lang is for texts: token ids are taken as they are", "src_lang")
+        if isinstance(prompt, str):
+            check_length(llm.least_tokens(prompt), llm, "prompt", "at least ")
         tokens = llm.encode(prompt, src_lang) if isinstance(prompt, str) else prompt
         if not tokens:
             raise invalid("the prompt is empty; give at least one token", "prompt")
-        check_length(tokens, llm, "prompt")
+        check_length(len(tokens), llm, "prompt")
         jobs += [Job(tokens, each) for each in samples_of(params, n)]
         echo = ""
         if body.echo:

@@ -72,6 +72,11 @@ def draining() -> ApiError:
     )  # fmt: skip
 
 
+def machine_busy(message: str, param: str | None) -> ApiError:
+    """Return an error for a request that may succeed when the machine has less to do."""
+    return ApiError(503, message, param=param, code="busy", headers={"Retry-After": "30"})
+
+
 def timed_out(seconds: float) -> ApiError:
     # the same request would take as long again: OpenAI's client must not repeat it
     return ApiError(

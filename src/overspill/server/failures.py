@@ -13,12 +13,15 @@ from overspill.server.settings import ServerConfig
 log = logging.getLogger("overspill.server")
 
 
-def explain(error: BaseException, config: ServerConfig) -> ApiError:
-    """Return the error for a client. Failures that the client has not caused are logged."""
+def explain(
+    error: BaseException, config: ServerConfig, schema_field: str = "response_format"
+) -> ApiError:
+    """Return the error for a client; `schema_field` is the field of the request that has the schema
+    of its answer. Failures that the client has not caused are logged."""
     if isinstance(error, ApiError) and error.status < 500:
         return error
     if isinstance(error, ConfigError):
-        return refused(error)
+        return refused(error, schema_field)
     if isinstance(error, TimeoutError):
         return timed_out(config.limits.request_timeout)
     cause = error.__cause__ if isinstance(error, ApiError) else error

@@ -21,22 +21,25 @@ class Plan:
     samples: int
     """Number of answers to each prompt."""
     form: Form
+    schema_field: str = "response_format"
+    """Field of the request with the JSON schema of its answers."""
 
 
-def check_length(tokens: Sequence[int], llm: "LLM", param: str) -> None:
-    """Raise an error if a prompt is too long; `param` is the field of the body that has it."""
+def check_length(count: int, llm: "LLM", param: str, words: str = "") -> None:
+    """Raise an error if a prompt of so many tokens is too long; `param` is the field of the body
+    that has it."""
     context = llm.context
-    if llm.has_encoder and len(tokens) > context:
+    if llm.has_encoder and count > context:
         raise invalid(
-            f"this model's encoder takes {context} tokens, and the prompt has {len(tokens)}; "
+            f"this model's encoder takes {context} tokens, and the prompt has {words}{count}; "
             "shorten it",
             param,
             "context_length_exceeded",
         )
-    if not llm.has_encoder and len(tokens) >= context:
+    if not llm.has_encoder and count >= context:
         raise invalid(
-            f"this model's context is {context} tokens, and the prompt has {len(tokens)}, which "
-            "leaves no room for an answer; shorten it",
+            f"this model's context is {context} tokens, and the prompt has {words}{count}, "
+            "which leaves no room for an answer; shorten it",
             param,
             "context_length_exceeded",
         )

@@ -58,6 +58,7 @@ class ApiRequest:
         self._samples = samples
         self._answers: Answers | None = None
         self._ended = False
+        self._schema_field = "response_format"
         limit = service.config.limits.request_timeout
         self._deadline = asyncio.get_running_loop().time() + limit
 
@@ -75,13 +76,13 @@ class ApiRequest:
         except BaseException as error:
             self.end()
             if isinstance(error, Exception):
-                raise explain(error, self._service.config) from error
+                raise explain(error, self._service.config, self._schema_field) from error
             raise
         return EventStream(
             self._events(planned, answers),
             self._deadline,
             answers.disconnect,
-            lambda error: explain(error, self._service.config),
+            lambda error: explain(error, self._service.config, planned.schema_field),
             self.end,
         )
 
@@ -92,6 +93,7 @@ class ApiRequest:
         service = self._service
         with service.start_batcher.arrival() as start:
             planned = await service.in_thread(plan)
+            self._schema_field = planned.schema_field
             compilation = service.llm.compile_schema(planned.jobs[0].params)
             if compilation is None:
                 return planned, await self._start(planned, stream, start)

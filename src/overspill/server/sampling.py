@@ -7,11 +7,14 @@ from typing import Any
 
 from overspill.core.errors import ConfigError
 from overspill.serve.params import SamplingParams
-from overspill.server.errors import ApiError, invalid
+from overspill.serve.schema_process import BusyError
+from overspill.server.errors import ApiError, invalid, machine_busy
 from overspill.server.protocol import ResponseFormat, Shared
 
 _SEEDS = 1 << 63
-_ARGUMENTS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_ARGUMENTS = frozenset(
+    ["prompt", "tokens", *(field.name for field in dataclasses.fields(SamplingParams))]
+)
 
 
 def sampling_params(
@@ -20,9 +23,10 @@ def sampling_params(
     logprobs: int | None,
     schema: dict[str, Any] | None,
     decoder: Mapping[str, Any] | None = None,
+    schema_field: str = "response_format",
 ) -> SamplingParams:
     """Return the parameters of a request. Defaults are those of OpenAI's API: tokens are drawn with
-    temperature 1. `decoder` are further arguments."""
+    temperature 1. `decoder` are further arguments; `schema_field` is the field of the schema."""
     given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -43,7 +47,7 @@ def sampling_params(
             max_tokens=max_tokens, logprobs=logprobs, **{"temperature": 1.0, **chosen}
         )
     except ConfigError as error:
-        raise refused(error) from error
+        raise refused(error, schema_field) from error
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
@@ -75,9 +79,16 @@ def schema_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
     return {"type": "object"} if schema is None else schema
 
 
-def refused(error: ConfigError) -> ApiError:
+def refused(error: ConfigError, schema_field: str = "response_format") -> ApiError:
     """Return the engine's error about a wrong value as one for the client. Most messages begin with
-    the name of the argument."""
-    name = re.match(r"\w*", str(error))
+    the name of the argument; the schema is of the field `schema_field` of the request."""
+    message = str(error)
+    name = re.match(r"\w*", message)
     param = name[0] if name and name[0] in _ARGUMENTS else None
-    return invalid(str(error), "response_format" if param == "json_schema" else param)
+    if param == "json_schema":
+        param = schema_field
+        if param == "tools":
+            message = f"the JSON schema of tools{message.removeprefix('json_schema')}"
+    if param == "tokens":  # of `LLM.decode`, for echo
+        param = "prompt"
+    return machine_busy(message, param) if isinstance(error, BusyError) else invalid(message, param)

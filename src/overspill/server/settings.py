@@ -79,6 +79,11 @@ class ServerConfig(Config):
     decoder: DecoderSection = field(default_factory=DecoderSection)
     """For completions that do not say otherwise."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.address.served_name is not None and not self.address.served_name.strip():
+            raise ConfigError("--served-name is empty; give a name, or leave it out")
+
     def read_keys(self) -> tuple[str, ...]:
         """Return the keys of --api-key, --api-key-file and the environment; empty if there are
         none."""

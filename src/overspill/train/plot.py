@@ -13,6 +13,7 @@ def draw_loss(metrics: Path, path: Path, title: str) -> None:
     # Imported late: matplotlib takes a second. Without pyplot no display is needed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     lines = list(read_lines(metrics))
     train = [(line["step"], line["ce"]) for line in lines if "ce" in line]
@@ -28,6 +29,7 @@ def draw_loss(metrics: Path, path: Path, title: str) -> None:
         steps, losses = [step for step, _ in evals], [loss for _, loss in evals]
         axes.plot(steps, losses, color=_EVAL, linewidth=1.8, marker="o", markersize=4, label="eval")
     axes.set_xlabel("step", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("cross-entropy (nats per token)", color=_INK)
     axes.set_title(title, loc="left", fontsize=12, color=_INK)
     axes.tick_params(length=0, colors=_INK)

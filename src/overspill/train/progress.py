@@ -124,9 +124,9 @@ def evaluation_line(metrics: EvalMetrics) -> str:
 def load_lines(metrics: StepMetrics) -> list[str]:
     """Lines with busy shares and token rows of ranks, as far as this step measured them."""
     lines = []
-    if metrics.busy is not None and max(metrics.busy.values()) >= 0.005:
-        # else all experts live on the device, and nothing is recorded
-        lines.append("busy: " + busy_line(metrics.busy))
+    shares = {} if metrics.busy is None else busy_shares(metrics.busy)
+    if max(shares.values(), default=0.0) >= 0.005:  # else none of this was traced, as on the CPU
+        lines.append("busy: " + "  ".join(f"{name} {share:.0%}" for name, share in shares.items()))
     if metrics.rank_rows is not None:
         rows, dash = metrics.rank_rows, " "
         if len(rows) > _FEW_RANKS:
@@ -155,11 +155,11 @@ def _use_line(use: dict[str, int]) -> str:
     return f"GPU {gib['reserved']} of {gib['budget']} GiB ({what})"
 
 
-def busy_line(busy: dict[str, float]) -> str:
+def busy_shares(busy: dict[str, float]) -> dict[str, float]:
     """Busy shares of the rows of the timeline that can limit a run."""
     shares = {row: busy.get(row, 0.0) for row in (COMPUTE, "upload", "download", "optimizer")}
     shares["SSD"] = max(busy.get("ssd read", 0.0), busy.get("ssd write", 0.0))
-    return "  ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return shares
 
 
 def resume_command(out: str | os.PathLike[str], command: str = "train") -> str:

@@ -267,6 +267,15 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {"(": 2}}, "no regular expression"),
     ({"rank_pattern": [2]}, "rank_pattern is not a JSON object"),
     ({"target_modules": ["q_proj", "o_proj", "k_proj"]}, "nothing for .*k_proj, which its target"),
+    (
+        {"target_modules": ["q_proj", "o_proj", "q_a_proj"]},
+        "target_modules names q_a_proj, and this mixtral has nothing of this name",
+    ),
+    ({"target_parameters": ["experts.gate_up_proj_bias"]}, "target_parameters names experts.gate_"),
+    (
+        {"auto_mapping": {"parent_library": "transformers.models.gpt_oss.modeling_gpt_oss"}},
+        "its base model is of gpt_oss, and this one of mixtral",
+    ),
     ({"base_model_name_or_path": None}, "names no base model.*--base"),
     ({"base_model_name_or_path": 5}, "base_model_name_or_path is not a string"),
     ({"base_model_name_or_path": "a/b", "revision": "v2"}, "revision v2 of a/b; download"),
@@ -279,6 +288,34 @@ def test_settings_that_are_not_supported_are_refused_by_name(
 ) -> None:
     edit(adapted.folder, **changes)
     with pytest.raises((ConfigError, CheckpointError), match=message):
+        overspill.merge(adapted.folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
+    """Also if the shapes of all its tensors fit."""
+    mixtral = make_adapter(family("mixtral"), tmp_path, target_modules=["q_proj", "gate"])
+    make_model(family("gpt_oss")).save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="its base model is of mixtral, and this one of gpt_"):
+        overspill.merge(mixtral.folder, tmp_path / "out", base=tmp_path / "other")
+    with pytest.raises(CheckpointError, match="its base model is of mixtral, and this one of gpt_"):
+        overspill.load(
+            tmp_path / "other", adapter=mixtral.folder, train=False, **budgets("host", tmp_path)
+        )
+    # peft ignores usual names that the base model lacks, and those of earlier transformers
+    edit(mixtral.folder, target_modules=["q_proj", "gate_proj", "w1", "block_sparse_moe.gate"])
+    assert overspill.merge(mixtral.folder, tmp_path / "out").tensors > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(
+    value: float, adapted: Adapted, tmp_path: Path
+) -> None:
+    path = adapted.folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{Q}.lora_B.weight"][1, 2] = value
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"q_proj.lora_B.weight has values that are NaN or"):
         overspill.merge(adapted.folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -59,6 +59,17 @@ def test_layers_that_share_their_experts_are_refused() -> None:
         overspill.offload(model, device="cpu", quiet=True)
 
 
+def test_more_experts_for_a_token_than_there_are_is_refused(tmp_path: Path) -> None:
+    model = mixtral()
+    model.config.num_experts_per_tok = 5
+    model.save_pretrained(tmp_path)
+    message = "num_experts_per_tok=5 is more than the 4 experts of each layer"
+    with pytest.raises(ConfigError, match=message):
+        overspill.load(tmp_path, device="cpu", quiet=True)
+    with pytest.raises(ConfigError, match=message):
+        overspill.LLM(tmp_path, device="cpu")
+
+
 def test_a_parameter_that_experts_do_not_have_is_refused() -> None:
     model = mixtral()
     model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(3))

@@ -23,6 +23,7 @@ _COUNTS = (
     "moe_num_experts",
     "num_routed_experts",
 )
+_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def find_experts(model: Any) -> list[HuggingFaceExperts]:
@@ -45,6 +46,7 @@ def find_experts(model: Any) -> list[HuggingFaceExperts]:
         elif style:
             found.append(DictionaryExperts(path, module, style, model.config))
     _refuse_others(model, found)
+    _check_per_token(model, found[0].n_experts)
     check_layers({layer.path: layer for layer in found}, model.training)
     return found
 
@@ -72,6 +74,18 @@ def _empty_field(model: Any) -> str:
     text = model.config.get_text_config()
     names = [count for count in _COUNTS if getattr(text, count, None) == 0]
     return str(text.attribute_map.get(names[0], names[0])) if names else "the number of experts"
+
+
+def _check_per_token(model: Any, n_experts: int) -> None:
+    """Raise if a token is to have more experts than there are: its first batch would fail."""
+    text = model.config.get_text_config()
+    for name in _PER_TOKEN:
+        count = getattr(text, name, None)
+        if isinstance(count, int) and count > n_experts:
+            raise ConfigError(
+                f"{name}={count} is more than the {n_experts} experts of each layer; correct "
+                "config.json"
+            )
 
 
 def _refuse_others(model: Any, found: Sequence[HuggingFaceExperts]) -> None:

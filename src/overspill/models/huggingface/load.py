@@ -100,6 +100,10 @@ def load_within(
             f"dtype={dtype!r} is not a dtype of torch; give 'bfloat16', 'float32' or 'auto'"
         )
     device = budgets.compute_device
+    if packed and quantize is not None:
+        raise ConfigError(
+            "--packed is for quantized checkpoints, --quantize for others; drop one of them"
+        )
     if quantize is not None:
         check_quantization(quantize)
         _check_packed(f"quantize={quantize!r} (--quantize)", budgets, train and not freeze_experts)

@@ -35,6 +35,11 @@ from overspill.tiers.safetensors_stream import StreamReader
 _PREFIX = "base_model.model."
 _BIAS = "lora_B.bias"
 _TABLE_A, _TABLE_B = "lora_embedding_A", "lora_embedding_B"
+_FAMILIES = "transformers.models."
+_USUAL_TARGETS = frozenset({
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+})  # fmt: skip
+"""Names that users list for models of any family. peft ignores those that a model lacks."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class LoraTensors:
         """Changes to stacks of experts."""
         self.keys = self._find_sources(model)
         """Name in the checkpoint of each other changed tensor, by its name in the model."""
+        self._check_finite()
         for name in sorted(saved_gates(base.folder) & self._changes.keys()):
             raise ConfigError(
                 f"{config.folder} changes {name}, and {base.folder} has a pre-gate in its place, "
@@ -101,6 +107,14 @@ class LoraTensors:
         for name in sorted(self._changes.keys() - found.keys()):
             raise CheckpointError(f"{self._base.folder} holds nothing for {name}; it is incomplete")
         return found
+
+    def _check_finite(self) -> None:
+        for key in self._reader.specs:
+            if not self._reader.read(key).isfinite().all():
+                raise CheckpointError(
+                    f"{self._reader.path}: {key} has values that are NaN or infinite; train the "
+                    "adapter again, or give an earlier one of its run"
+                )
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
@@ -173,11 +187,12 @@ class _Matching:
     ) -> None:
         self._config, self._reader, self._model = config, reader, model
         self._tensors = dense_tensors(model)
-        self._rename, converters = renamer(model, set())
-        self.stacks = StackMatching(config, reader, layers, self._rename, converters)
+        self._rename, self._converters = renamer(model, set())
+        self.stacks = StackMatching(config, reader, layers, self._rename, self._converters)
         self._changes: dict[str, Change] = {}
 
     def changes(self) -> Mapping[str, Change]:
+        self._check_family()
         for key in self._reader.specs:
             self._add(key)
         if not self._changes and not self.stacks.parts:
@@ -187,7 +202,39 @@ class _Matching:
             self._check_shapes(name, change)
         self._check_complete()
         self.stacks.check()
+        self._check_targets()
         return self._changes
+
+    def _check_family(self) -> None:
+        """Raise if the adapter names a base model of another family."""
+        theirs, own = self._config.library or "", type(self._model).__module__
+        if theirs != own and theirs.startswith(_FAMILIES) and own.startswith(_FAMILIES):
+            raise self._config.refused(
+                f"its base model is of {theirs.removeprefix(_FAMILIES).partition('.')[0]}, and "
+                f"this one of {own.removeprefix(_FAMILIES).partition('.')[0]} "
+                f"(auto_mapping of {ADAPTER_CONFIG})"
+            )
+
+    def _check_targets(self) -> None:
+        """Raise if the config names modules or parameters that the model lacks: the rest of the
+        adapter may fit by chance."""
+        # patterns of experts in checkpoints have modules of earlier transformers, such as w1
+        paths = [*(path for path, _ in self._model.named_modules()), *self._converters]
+        modules = {part for path in paths for part in path.split(".")} | _USUAL_TARGETS
+        parameters = [f".{name}" for name, _ in self._model.named_parameters()]
+        missing = [
+            f"target_modules names {target}"
+            for target in self._config.targets
+            if target.rpartition(".")[2] not in modules
+        ] + [
+            f"target_parameters names {target}"
+            for target in self._config.target_parameters
+            if not any(name.endswith(f".{target}") for name in parameters)
+        ]
+        if missing:
+            raise self._config.refused(
+                f"{missing[0]}, and this {self._model.config.model_type} has nothing of this name"
+            )
 
     def _add(self, key: str) -> None:
         path = key.removeprefix(_PREFIX)

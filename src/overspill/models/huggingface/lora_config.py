@@ -51,6 +51,8 @@ class LoraConfig:
     """Ends of the names of all modules with an adapter; empty if they are chosen otherwise."""
     target_parameters: tuple[str, ...] = ()
     """Ends of the names of parameters with an adapter of their own, such as stacks of experts."""
+    library: str | None = None
+    """Python module of the class of its base model, as far as peft has noted it."""
 
     def targets_parameter(self, name: str) -> bool:
         return any(name == end or name.endswith(f".{end}") for end in self.target_parameters)
@@ -152,6 +154,7 @@ def read_lora_config(folder: Path) -> LoraConfig:
         rank_stabilized=bool(raw.get("use_rslora")),
         targets=_targets(raw),
         target_parameters=_target_parameters(path, raw),
+        library=_library(raw),
     )
 
 
@@ -224,6 +227,12 @@ def _target_parameters(path: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise _invalid(path, "target_parameters is not a list of names")
     return tuple(given)
+
+
+def _library(raw: Mapping[str, Any]) -> str | None:
+    mapping = raw.get("auto_mapping")
+    library = mapping.get("parent_library") if isinstance(mapping, dict) else None
+    return library if isinstance(library, str) else None
 
 
 def _invalid(path: Path, reason: str) -> CheckpointError:

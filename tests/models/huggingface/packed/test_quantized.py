@@ -129,6 +129,8 @@ def test_what_cannot_be_packed_is_refused(pairs: Pairs, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantize='int4' .* cannot be trained; give freeze_exp"):
         overspill.load(plain, **given)
     given["train"] = False
+    with pytest.raises(ConfigError, match=r"--packed is for quantized checkpoints, --quantize for"):
+        load(tmp_path, train=False, packed=True, quantize="int4")
     with pytest.raises(ConfigError, match=r"quantize='int3' is unknown; give one of mxfp4, int4"):
         overspill.load(plain, **given | {"quantize": "int3"})
     with pytest.raises(ConfigError, match=r"quantize='int4' .*is quantized already \(model"):
