@@ -48,7 +48,7 @@ def test_take_raises_when_the_update_thread_has_failed() -> None:
     store = host_store(1)
     ring = GradientRing(store, HostSlab("ring", 1, LAYOUT.weight_bytes, False))
     ring.take()
-    threading.Timer(0.05, store.fail, [ValueError("no optimizer")]).start()
+    threading.Timer(0.05, store.sync.fail, [ValueError("no optimizer")]).start()
     with pytest.raises(EngineError, match="no optimizer"):
         ring.take()
 

@@ -88,7 +88,7 @@ class Engine:
             self.lifetime = store.lifetime
             self.records = ExpertRecords(store, residents)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
-            dispatcher = LocalDispatcher(store.computed, device)
+            dispatcher = LocalDispatcher(store.places.computed, device)
             new_streaming = self._new_streaming(dispatcher, progress, costs)
             self._streaming = LazyStreaming(new_streaming, settings)
             undo.callback(self._streaming.close)
@@ -197,7 +197,7 @@ class Engine:
     @property
     def residents(self) -> list[int]:
         """The number of resident experts of each layer."""
-        return list(self._store.residents)
+        return list(self._store.places.residents)
 
     @property
     def n_moves(self) -> int:
@@ -306,7 +306,7 @@ class Engine:
     def check_conserved(self) -> None:
         """Asserts, when idle, that every slot and buffer is accounted for."""
         self.flush()
-        self._store.check_conserved()
+        self._store.places.check_conserved()
         self._streaming.check_conserved()
 
     def close(self) -> None:

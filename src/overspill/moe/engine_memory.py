@@ -37,6 +37,8 @@ class EngineMemory:
         """`lock` is that of the engine."""
         self._part = part
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._residents = residents
         self._streaming = streaming
         self._dense = dense
@@ -98,13 +100,13 @@ class EngineMemory:
 
     @property
     def uses_disk(self) -> bool:
-        return self._store.disk_slots > 0
+        return self._places.disk_slots > 0
 
     @property
     def cache_slots(self) -> int:
         """Host slots that experts on disk share."""
-        with self._store.lock:  # none is on its way to another expert
-            return self._store.cache_slots
+        with self._sync.lock:  # none is on its way to another expert
+            return self._places.cache_slots
 
     @property
     def share(self) -> DeviceShare:
@@ -153,7 +155,7 @@ class EngineMemory:
 
     def describe(self, balance: Balance | None) -> str:
         """One line: the mode, and the place of everything."""
-        placement, store, resident = self._placement, self._store, sum(self._store.residents)
+        placement, store, resident = self._placement, self._store, sum(self._places.residents)
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         ranks = self._part.ranks
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
@@ -167,16 +169,16 @@ class EngineMemory:
             )
         residents = f"{resident} experts and " if resident else ""
         line = (
-            f"{rank}mode {placement.mode}: {len(store.entries)} experts of "
-            f"{format_size(store.layout.weight_bytes)}; {residents}{placement.slots} slots on "
-            f"{device} ({sizes['gpu']}), {store.in_host} in host memory "
+            f"{rank}mode {placement.mode}: {len(self._places.entries)} experts of "
+            f"{format_size(store.memory.layout.weight_bytes)}; {residents}{placement.slots} "
+            f"slots on {device} ({sizes['gpu']}), {self._places.in_host} in host memory "
             f"({format_size(self._moves.host_bytes)})"
         )
-        if store.on_disk:
-            slots = f"{store.cache_slots} host slots"
-            line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
+        if self._places.on_disk:
+            slots = f"{self._places.cache_slots} host slots"
+            line += f", {self._places.on_disk} on disk ({sizes['disk']}) through {slots}"
         if self._part.shared is not None:
-            line += f", those of all {store.experts.n_global} of a layer shared by ranks"
+            line += f", those of all {self._places.experts.n_global} of a layer shared by ranks"
         if balance is not None:
             line += f"; {balance}"
         return line + self._describe_dense()

@@ -22,6 +22,7 @@ class GradientMemory:
     ) -> None:
         """`streaming` gives None if all experts are resident for good."""
         self._store = store
+        self._places = store.places
         self._residents = residents
         self._streaming = streaming
         self.keep: bool | None = None
@@ -39,8 +40,9 @@ class GradientMemory:
     def uses_host(self, keep: bool) -> bool:
         """Whether gradients of resident experts are kept in host memory if the optimizer keeps
         gradients: if each of them has a host slot, and nothing is added to them."""
-        store = self._store
-        has_slots = store.host_slots >= len(store.entries) and not store.disk_slots
+        has_slots = (
+            self._places.host_slots >= len(self._places.entries) and not self._places.disk_slots
+        )
         return keep and self.may_use_host and has_slots and not self.accumulates
 
     def host(self) -> HostGradients | None:
@@ -61,6 +63,6 @@ class GradientMemory:
 
     def set_on_device(self, count: int) -> None:
         if self.host() is not None:
-            self._residents.keep_on_device(spread_among(count, self._store.residents))
+            self._residents.keep_on_device(spread_among(count, self._places.residents))
         elif (streaming := self._streaming()) is not None:
             streaming.on_device.resize(count)

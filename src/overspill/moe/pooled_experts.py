@@ -46,7 +46,7 @@ class PooledExperts:
     def streamer(self) -> StreamingCompute | None:
         """The streamer; None while all experts are resident."""
         streaming, store = self._streaming.started, self._store
-        if streaming is None or sum(store.residents) == len(store.entries):
+        if streaming is None or sum(store.places.residents) == len(store.places.entries):
             return None
         return streaming.compute
 

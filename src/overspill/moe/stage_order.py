@@ -22,23 +22,24 @@ class StageOrder:
         """`lock` is that of the engine."""
         self._moves = moves
         self._streaming = streaming
-        self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._lock = lock
         self._visit: StageVisit | None = None
 
     def plan(self, stages: Sequence[range]) -> None:
         """Set the layers that micro-batches pass in turn: only gradients of one stage are
         accumulated at a time. Without stages, those of the whole model."""
-        layers = max((len(stage) for stage in stages), default=self._store.n_layers)
+        layers = max((len(stage) for stage in stages), default=self._places.n_layers)
         with self._lock:
-            self._moves.most_sums = layers * self._store.experts.n_local
+            self._moves.most_sums = layers * self._places.experts.n_local
 
     def follow(self, visit: StageVisit | None) -> None:
         """Set the stage and the micro-batch of the next passes; None: a whole model."""
         with self._lock:
             self._visit = visit
             if (streaming := self._streaming.started) is not None:
-                with self._store.lock:
+                with self._sync.lock:
                     streaming.compute.cursor.follow_stage(visit)
 
     @property
@@ -56,6 +57,6 @@ class StageOrder:
         streaming = self._streaming.started
         if streaming is None:
             return True
-        with self._store.lock:
+        with self._sync.lock:
             streaming.compute.plan.refresh()
             return streaming.compute.plan.fits(layers)

@@ -43,6 +43,8 @@ class DiskReads:
     ) -> None:
         """`policies` are those of the layers."""
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._slots = DecodingSlots(store)
         self._policies = policies
         self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
@@ -70,7 +72,7 @@ class DiskReads:
         self._used.append((layer, list(experts)))
         if len(self._used) == _MOST_USED:  # nothing was read for long
             self.learn()
-        entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
+        entries = [self._places.entry(ExpertId(layer, expert)) for expert in experts]
         expected, needed = self._expected.pop(layer, set()), set(entries)
         self._order[:0] = [entry for entry in expected if entry not in needed]
         self._missing = self._hold(entries, expected)
@@ -119,15 +121,15 @@ class DiskReads:
             policy.use(np.array([experts]))
             self._scores_LE[layer] = policy.scores_LE[0].tolist()
         scores = self._scores_LE
-        with self._store.lock:
-            self._order = list(self._store.cached())
+        with self._sync.lock:
+            self._order = list(self._places.cached())
         self._order.sort(key=lambda entry: scores[entry.id.layer][entry.id.index])
 
     def expect(self, layer: int, experts: Iterable[int]) -> list[tuple[int, int]]:
         """A layer after that of `hold` is likely to need these experts. Returns the address of each
         and where in the file it is to be read from, then `end_ahead`; or PRESENT if it is there
         already, or has no host slot."""
-        entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
+        entries = [self._places.entry(ExpertId(layer, expert)) for expert in experts]
         others = {entry for layer in self._expected.values() for entry in layer}
         begun = set(self._slots.begin_reads(entries, self._order, others))
         self._expected.setdefault(layer, set()).update(begun)
@@ -143,7 +145,7 @@ class DiskReads:
     def end_ahead(self, layer: int, expert: int, error: int) -> None:
         """An expected expert was read; or not, with an `errno` or -1 for the end of the file. Then
         the step that needs it reads it again. Any thread may call this."""
-        entry = self._store.entry(ExpertId(layer, expert))
+        entry = self._places.entry(ExpertId(layer, expert))
         succeeded = False
         try:
             if self._inject is not None:

@@ -18,33 +18,33 @@ class GradientRing:
     """
 
     def __init__(self, store: ExpertStore, buffers: HostSlab) -> None:
-        self._store = store
+        self._sync = store.sync
         self.buffers = buffers
         self._free = list(range(len(buffers)))
         self._users = [0] * len(buffers)
 
     def take(self) -> int:
-        with self._store.lock:
-            self._store.wait(lambda: bool(self._free), "a gradient buffer (update threads)")
+        with self._sync.lock:
+            self._sync.wait(lambda: bool(self._free), "a gradient buffer (update threads)")
             index = self._free.pop()
             self._users[index] = 1
             return index
 
     def share(self, index: int) -> None:
         """One user more, by one of the others."""
-        with self._store.lock:
+        with self._sync.lock:
             self._users[index] += 1
 
     def give(self, index: int) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._users[index] -= 1
             if not self._users[index]:
                 self._free.append(index)
-                self._store.wake_main()
+                self._sync.wake_main()
 
     def reset(self) -> None:
         """No copy and no update is pending: every buffer is free."""
-        with self._store.lock:
+        with self._sync.lock:
             self._free = list(range(len(self.buffers)))
 
     def check_conserved(self) -> None:

@@ -38,7 +38,7 @@ def new_uploader(
 
 
 def _why_not_native(store: ExpertStore) -> str | None:
-    if store.disk_slots:
+    if store.places.disk_slots:
         return "experts on disk change their host slots"
     if upload_library() is None:
         return "there is no C++ compiler"

@@ -41,6 +41,7 @@ class Outboxes:
     def __init__(self, shared: SharedExperts, store: ExpertStore) -> None:
         self._shared = shared
         self._store = store
+        self._sync = store.sync
         sizes = shared.own.sizes
         self._half = sizes.outbox_slots // 2
         self.slab = HostSlab(
@@ -82,7 +83,7 @@ class Outboxes:
         assert max(used) <= (half + 1) * self._half, "the placement needs too many slots"
 
     def _part(self, rank: int, slot: int) -> GradientPart:
-        layout: RecordLayout = self._store.layout
+        layout: RecordLayout = self._store.memory.layout
         own = rank == self._shared.rank  # in pinned memory
         record = self.slab[slot] if own else self._records[rank][slot]
         square = record[layout.weight_bytes : layout.weight_bytes + 4].view(torch.float32)[0]
@@ -145,11 +146,11 @@ class Outboxes:
         """As the store's `wait`, for what other ranks do."""
         watchdog: Watchdog | None = None
         while not ready():
-            watchdog = watchdog or self._store.watchdog(what)
+            watchdog = watchdog or self._sync.watchdog(what)
             memories = self._shared.memories
             progress = [int(m.sent.sum() + m.taken.sum() + m.versions.sum()) for m in memories]
-            with self._store.lock:
-                self._store.raise_error()
+            with self._sync.lock:
+                self._sync.raise_error()
                 watchdog.check(progress)
             time.sleep(_POLL_SECONDS)
 

@@ -198,7 +198,7 @@ def test_forwards_know_what_the_cores_owe_to_the_optimizer(tmp_path: Path) -> No
         gate.clear()
         optimizer.step()
         each = streaming.gradients.copies.updates.seconds
-        with streaming._store.lock:
+        with streaming._store.sync.lock:
             seconds = [streaming.seconds(layer, Phase.FORWARD, False) / each for layer in range(3)]
         gate.set()
         optimizer.zero_grad()

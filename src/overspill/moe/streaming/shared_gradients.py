@@ -21,7 +21,7 @@ class SharedGradients:
     def __init__(self, outboxes: Outboxes | None, store: ExpertStore) -> None:
         """Without `outboxes` nothing is shared."""
         self._outboxes = outboxes
-        self._store = store
+        self._places = store.places
         self._collected: list[Sequence[GradientPart]] = []  # parts of this step's gradients
         self.updated: set[int] = set()
         """Experts that were updated with such parts in this step."""
@@ -55,7 +55,7 @@ class SharedGradients:
         if (outboxes := self._outboxes) is None:
             return
         for expert, parts in outboxes.owned():
-            entry = self._store.entry(ExpertId(layer, expert))
+            entry = self._places.entry(ExpertId(layer, expert))
             kept, arrived = take_kept(entry), outboxes.arrival(parts)
             self._collected.append(parts)
             if hyper is not None:
