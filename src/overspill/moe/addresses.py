@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overspill.core.experts import ExpertId
 from overspill.core.interrupt import DeferredInterrupt
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.residents.memory import Residents
-from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.eviction import NextUse
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.replicas import Replica
@@ -26,11 +26,11 @@ class Addresses:
         self,
         store: ExpertStore,
         residents: Residents,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
         recorder: Recorder,
         inject: Inject | None,
     ) -> None:
-        self._store, self._residents, self._streaming = store, residents, streaming
+        self._store, self._residents, self._compute = store, residents, compute
         self._recorder, self._inject = recorder, inject
         self._places = store.places
         self._n_experts = store.places.experts.n_global
@@ -84,7 +84,7 @@ class Addresses:
     def lent(self, replicas: Mapping[int, Replica]) -> Iterator[None]:
         """Within it, uploads read these replicas, by the numbers of their entries, instead of host
         memory. Afterwards no further copy of them begins: see `wait_for_uploads`."""
-        streaming = self._streaming.started
+        streaming = self._compute.streaming
         if streaming is None or not replicas:
             yield
             return
@@ -97,8 +97,8 @@ class Addresses:
 
     def wait_for_uploads(self, stream: torch.cuda.Stream | None) -> None:
         """Makes a stream wait for all uploads that have begun; without one, the caller."""
-        if self._streaming.started is not None:
-            self._streaming.started.compute.wait_for_uploads(stream)
+        if self._compute.streaming is not None:
+            self._compute.streaming.compute.wait_for_uploads(stream)
 
     def new_disk_reads(self) -> DiskReads:
         """Bring experts of disk into host memory for decoding steps."""

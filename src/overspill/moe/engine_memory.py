@@ -11,9 +11,9 @@ from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.expert_moves import ExpertMoves
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
 from overspill.moe.model_part import ModelPart
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance
-from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.budget import Placement
 from overspill.plan.residents import DeviceShare
 from overspill.tiers.store import ExpertStore
@@ -28,7 +28,7 @@ class EngineMemory:
         part: ModelPart,
         store: ExpertStore,
         residents: Residents,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
         dense: DensePart,
         moves: ExpertMoves,
         placement: Placement,
@@ -40,7 +40,7 @@ class EngineMemory:
         self._sync = store.sync
         self._places = store.places
         self._residents = residents
-        self._streaming = streaming
+        self._compute = compute
         self._dense = dense
         self._moves = moves
         self._placement = placement
@@ -49,13 +49,18 @@ class EngineMemory:
 
     # -- what is used -------------------------------------------------------------------------
 
+    @property
+    def _slot_bytes(self) -> int:
+        """Memory of the device for slots and gradients of streamed experts."""
+        return 0 if self._compute.streaming is None else self._compute.streaming.device_bytes
+
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
         with those of the dense part, and of gradients for other ranks."""
         shared = self._part.shared
         outbox = 0 if shared is None else shared.own.sizes.outbox
         return {
-            "gpu": self._residents.nbytes + self._streaming.device_bytes,
+            "gpu": self._residents.nbytes + self._slot_bytes,
             "host": self._moves.host_bytes + self._dense.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
@@ -83,7 +88,7 @@ class EngineMemory:
         reserved = self.reserved_bytes()
         if self._gpu is None or reserved is None:
             return None
-        experts, slots = self._residents.nbytes, self._streaming.device_bytes
+        experts, slots = self._residents.nbytes, self._slot_bytes
         return {
             "budget": min(self._gpu.budget, self._gpu.available()),
             "reserved": reserved,
@@ -160,7 +165,7 @@ class EngineMemory:
         ranks = self._part.ranks
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
         device = self._residents.device
-        if self._streaming.started is None:
+        if self._compute.streaming is None:
             mode = "mode gpu: " if device.type == "cuda" else ""
             return (
                 f"{rank}{mode}all {resident} experts"

@@ -14,10 +14,10 @@ from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.records import ExpertRecords
 from overspill.moe.residency import BytesEach, Residency
 from overspill.moe.residents.memory import Residents
-from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.residents import DeviceShare, spread_residents
@@ -40,7 +40,7 @@ class ExpertMoves:
         records: ExpertRecords,
         placement: Placement,
         training: TrainingStep | None,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
     ) -> None:
         self._store = store
         self._sync = store.sync
@@ -51,7 +51,7 @@ class ExpertMoves:
         self._placement = placement
         self._training = training
         self._gradients = None if training is None else training.gradients.memory
-        self._streaming = streaming
+        self._compute = compute
         self._user: MemoryUser | None = None
         self._residency: Residency | None = None
         self.holders: WeakSet[object] = WeakSet()
@@ -67,11 +67,12 @@ class ExpertMoves:
     def _stream_if_needed(self, resident: int) -> None:
         """Start streaming if not all experts are resident: the others need slots and threads."""
         if resident < self.total:
-            self._streaming.start(None if self._gradients is None else self._gradients.keep)
+            self._compute.start_streaming(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
         """Wait until every transfer and update has ended."""
-        self._streaming.wait()
+        if self._compute.streaming is not None:
+            self._compute.streaming.wait()
         self._residents.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
@@ -107,7 +108,7 @@ class ExpertMoves:
             return
         with self._change():
             self._check_swaps(swaps)
-            streaming = self._streaming.started
+            streaming = self._compute.streaming
             assert streaming is not None
             for swap in swaps:
                 self._records.swap(*swap)
@@ -132,7 +133,7 @@ class ExpertMoves:
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
                 self._training.states.check_empty("the residents of experts cannot be changed")
-            if (streaming := self._streaming.started) is not None:
+            if (streaming := self._compute.streaming) is not None:
                 streaming.recover()
                 streaming.stop_uploads()
             self.wait()
@@ -142,7 +143,7 @@ class ExpertMoves:
                 self.count += 1
                 self._places.recount_slots()
                 self._residents.wait()  # the next pass may use another stream
-                if (streaming := self._streaming.started) is not None:
+                if (streaming := self._compute.streaming) is not None:
                     streaming.residents_changed()
 
     def _extend_host(self, missing: int) -> None:
@@ -161,7 +162,7 @@ class ExpertMoves:
     @property
     def host_bytes(self) -> int:
         """Host memory of the experts and of what streams them."""
-        streaming = self._streaming.started
+        streaming = self._compute.streaming
         return self._store.memory.host_bytes if streaming is None else streaming.host_bytes
 
     # -- to use the memory of the device ----------------------------------------------------------
@@ -263,7 +264,7 @@ class ExpertMoves:
 
     def _follow_usage(self) -> None:
         """Make the experts with the most token rows of the last forward resident."""
-        if (streaming := self._streaming.started) is None:
+        if (streaming := self._compute.streaming) is None:
             return
         with self._sync.lock:
             n_local = self._places.experts.n_local  # not experts of other ranks

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from overspill.moe.expert_moves import ExpertMoves
-from overspill.moe.streaming.lazy import LazyStreaming
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.plan.order import StageVisit
 from overspill.tiers.store import ExpertStore
 
@@ -15,13 +15,13 @@ class StageOrder:
     def __init__(
         self,
         moves: ExpertMoves,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
         store: ExpertStore,
         lock: AbstractContextManager[object],
     ) -> None:
         """`lock` is that of the engine."""
         self._moves = moves
-        self._streaming = streaming
+        self._compute = compute
         self._sync = store.sync
         self._places = store.places
         self._lock = lock
@@ -38,7 +38,7 @@ class StageOrder:
         """Set the stage and the micro-batch of the next passes; None: a whole model."""
         with self._lock:
             self._visit = visit
-            if (streaming := self._streaming.started) is not None:
+            if (streaming := self._compute.streaming) is not None:
                 with self._sync.lock:
                     streaming.compute.cursor.follow_stage(visit)
 
@@ -54,7 +54,7 @@ class StageOrder:
 
     def fits(self, layers: range) -> bool:
         """Whether the device holds all experts of these layers at once, resident or in slots."""
-        streaming = self._streaming.started
+        streaming = self._compute.streaming
         if streaming is None:
             return True
         with self._sync.lock:

@@ -193,7 +193,7 @@ def test_forwards_know_what_the_cores_owe_to_the_optimizer(tmp_path: Path) -> No
         optimizer = adamw(model, task)
         train_step(model, optimizer, next(task.batches()))
         engine.flush()
-        streaming: Any = engine._streaming.started
+        streaming: Any = engine.compute.streaming
         loss_of(model, task.tokens).backward()
         gate.clear()
         optimizer.step()
