@@ -37,7 +37,7 @@ class Bench:
             store.write_part(entry, Part.WEIGHTS, lambda memory: LAYOUT.weights(memory).fill_(1.0))
         self.squares = torch.zeros(len(store.places.entries))
         self.added_squares = torch.zeros(len(store.places.entries))
-        self.ring = GradientRing(store, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
+        self.ring = GradientRing(store.sync, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
         self.recorder = Recorder()
         squares = self.squares, self.added_squares
         self.updates = Updates(store, *squares, threads, self.recorder, inject)

@@ -115,7 +115,7 @@ class Updates:
         self._store = store
         self._sync = store.sync
         no_buffers = HostSlab("gradient buffers", 0, store.memory.layout.weight_bytes, pinned=False)
-        self.ring = GradientRing(store, no_buffers)
+        self.ring = GradientRing(store.sync, no_buffers)
         self._squares = squares
         self._added_squares = added_squares
         cores = min(threads, max(1, store.memory.layout.shape.numel // _PER_CORE))

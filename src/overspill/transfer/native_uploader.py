@@ -121,7 +121,7 @@ class NativeUploader(Uploader):
         self.slab = self.slab.new_empty(0)
 
     def _watch(self, watchdog: Watchdog | None, what: str) -> Watchdog:
-        """A wait goes on: raises if no upload has arrived for too long."""
+        """Raise if a wait goes on and no upload has arrived for too long."""
         with self._sync.lock:
             self._sync.raise_error()
             watchdog = watchdog or self._sync.watchdog(what)
@@ -136,7 +136,7 @@ class NativeUploader(Uploader):
         return bool(self._native.issued[slot] == self._native.commands[slot].number)
 
     def _request(self) -> None:
-        """Under the lock: hands the native thread all wanted uploads that are possible now."""
+        """Hand the native thread all wanted uploads that are possible now. (lock)"""
         items: list[int] = []
         self._old_readers += self._readers  # until the native thread has the new list
         issued, commands, slots = self._native.issued, self._native.commands, self.slots
@@ -157,7 +157,8 @@ class NativeUploader(Uploader):
         self._old_readers.clear()
 
     def _write_command(self, target: Target) -> None:
-        """Under the lock: another expert, or new weights of the same, belong in the slot."""
+        """Write the command of an upload: of another expert than the slot has, or of new weights of
+        the same. (lock)"""
         entry, number, slot = target.entry, target.slot, self.slots[target.slot]
         slot.entry = None  # until the command is written: an interrupt may come
         self._readers[number] = slot.free
@@ -194,7 +195,7 @@ class NativeUploader(Uploader):
             self._sync.fail(error)
 
     def _report(self) -> None:
-        """Passes traced copies on to the recorder."""
+        """Pass traced copies on to the recorder."""
         copies, uploaded, in_device = self._native.take_traced()
         recorder, lane = self._stream.recorder, self._stream.name
         for counter, size in ((lane, uploaded), (REPLICAS, in_device)):

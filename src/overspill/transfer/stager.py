@@ -1,5 +1,5 @@
 """The stager reads experts that are on disk into host slots ahead of their use and writes changed
-ones back. It is told what will be needed in which order, and only carries that out."""
+experts back. Its caller decides which experts will be needed, and in which order."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -17,13 +17,13 @@ Needs = Callable[[], Iterable[tuple[Entry, Part]]]
 
 
 class _Started:
-    """Whether a transfer that was queued is to be carried out."""
+    """State of a queued transfer: whether it is still to be carried out."""
 
     cancelled = False
 
 
 class Stager:
-    """Moves records between disk and the cache slots of host memory.
+    """Transfers of records between disk and the cache slots of host memory.
 
     The cache slots hold the experts that are needed next, in order, as many as there are slots. An
     expert that is not among them gives its slot away once nothing of it is newer than the disk and
@@ -61,7 +61,7 @@ class Stager:
             raise
 
     def pump(self) -> None:
-        """Starts every read and write that can start now."""
+        """Start every read and write that can start now."""
         with self._sync.lock:
             if self._sync.error is not None or self._closed:
                 return
@@ -150,7 +150,7 @@ class Stager:
                 file.read(entry.disk_slot, memory)
 
     def idle(self) -> bool:
-        """Under the lock: whether nothing is being read or written."""
+        """Whether no part is being read or written. Called under the lock."""
         return not self._sync.disk_busy()
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ class ThreadUploader(Uploader):
             self._sync.fail(error)
 
     def _wait_for_target(self) -> Target | None:
-        """Under the lock: the next upload; None if the uploader is closed."""
+        """Wait for the next upload; return None if the uploader is closed. (lock)"""
         target = None if self._closed else self._next()
         if target is None:
             self._sync.wake_main()  # it may wait for the uploader to be idle
@@ -154,7 +154,7 @@ class ThreadUploader(Uploader):
         return None if self._closed else target
 
     def _oldest_if_full(self, target: Target) -> StreamEvent | None:
-        """The end of the oldest copy if too many bytes are in flight to issue another."""
+        """Return the end of the oldest copy if too many bytes are in flight to issue another."""
         limit = self.in_flight_limit(target.certain)
         while self._in_flight and self._in_flight[0][0].done():
             self._in_flight.popleft()
@@ -163,8 +163,8 @@ class ThreadUploader(Uploader):
         return None
 
     def _begin(self, target: Target) -> tuple[slice, Tensor, list[StreamEvent]]:
-        """Under the lock: the bytes of the record to copy next, their source, and the events to
-        wait for."""
+        """Return the bytes of the record to copy next, their source, and the events to wait for.
+        (lock)"""
         entry, slot = target.entry, self.slots[target.slot]
         slot.entry = None  # no computation may use the slot from here on
         partial = self._partial.get(target.slot)

@@ -58,7 +58,7 @@ class GradientCopies:
         if not self.updates.is_started:
             store, size = self._store, self._store.memory.layout.weight_bytes
             slab = HostSlab("gradient buffers", buffers, size, store.memory.pinned, self._progress)
-            self.updates.start(GradientRing(store, slab))
+            self.updates.start(GradientRing(store.sync, slab))
 
     def waiting(self) -> list[tuple[Entry, Part]]:
         """Return the expert whose gradient waits for a host slot, then experts whose update waits

@@ -84,7 +84,7 @@ class StreamingGradients(GradientSink):
         # whether a gradient was not finite that was or will be added to others, if there was one
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_added = False
-        self._shared = SharedGradients(outboxes, store)
+        self._shared = SharedGradients(outboxes, store.places)
 
     # -- memory -----------------------------------------------------------------------------
 

@@ -121,7 +121,7 @@ class Streaming:
                 yield entry, parts
 
     def set_settings(self, settings: Settings) -> None:
-        """While nothing is being computed or transferred."""
+        """Change the settings, while nothing is being computed or transferred."""
         if settings.cpu_experts and self.compute.split is None:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
         self.compute.set_settings(settings)  # first: it may refuse them
@@ -129,7 +129,7 @@ class Streaming:
             self.gradients.overlap_updates = settings.overlap_updates
 
     def lend(self, replicas: Mapping[int, Replica]) -> None:
-        """Lets uploads read these replicas in place of host memory, and no others from now on."""
+        """Let uploads read these replicas in place of host memory, and no others from now on."""
         with self._sync.lock:
             self._store.replicas.lent = replicas
             self._sync.wake_uploader()  # experts on disk may have one
@@ -149,7 +149,7 @@ class Streaming:
         self._store.disk.request_transfers()
 
     def wait(self) -> None:
-        """Waits until every transfer and update has ended."""
+        """Wait until every transfer and update has ended."""
         self._sync.wake_all()  # an interrupt may have come before a thread was woken
         if self.gradients is not None:
             self.gradients.wait()
@@ -196,7 +196,7 @@ class Streaming:
             self._store.recover()
 
     def interrupt(self) -> None:
-        """Makes a pass of another thread raise where it waits."""
+        """Make a pass of another thread raise where it waits."""
         self._interrupted = True
         self._sync.fail(OrderError("the engine was closed while it was used; load the model again"))
 
