@@ -37,7 +37,6 @@ class EngineMemory:
         """`lock` is that of the engine."""
         self._part = part
         self._store = store
-        self._sync = store.sync
         self._places = store.places
         self._residents = residents
         self._compute = compute
@@ -110,7 +109,7 @@ class EngineMemory:
     @property
     def cache_slots(self) -> int:
         """Host slots that experts on disk share."""
-        with self._sync.lock:  # none is on its way to another expert
+        with self._store.sync.lock:  # none is on its way to another expert
             return self._places.cache_slots
 
     @property

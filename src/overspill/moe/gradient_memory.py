@@ -6,7 +6,7 @@ from overspill.moe.residents.gradients import ResidentGradients
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.plan.residents import spread_among
-from overspill.tiers.store import ExpertStore
+from overspill.tiers.places import ExpertPlaces
 
 
 class GradientMemory:
@@ -16,13 +16,12 @@ class GradientMemory:
 
     def __init__(
         self,
-        store: ExpertStore,
+        places: ExpertPlaces,
         residents: ResidentGradients,
         streaming: Callable[[], StreamingGradients | None],
     ) -> None:
         """`streaming` gives None if all experts are resident for good."""
-        self._store = store
-        self._places = store.places
+        self._places = places
         self._residents = residents
         self._streaming = streaming
         self.keep: bool | None = None

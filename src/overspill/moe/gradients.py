@@ -41,7 +41,7 @@ class ExpertGradients(GradientSink):
         memory for states, and for gradients that are kept, is allocated on the device."""
         n_local = store.places.experts.n_local
         self.residents = ResidentGradients(residents, n_local, threads, lambda: self.memory.host())
-        self.memory = GradientMemory(store, self.residents, streaming)
+        self.memory = GradientMemory(store.places, self.residents, streaming)
         self._resident_memory = residents
         self._store = store
         self._places = store.places

@@ -45,7 +45,6 @@ class DiskReads:
     ) -> None:
         """`policies` has one for each layer."""
         self._store = store
-        self._sync = store.sync
         self._places = store.places
         self._slots = DecodingSlots(store)
         self._policies = policies
@@ -124,7 +123,7 @@ class DiskReads:
             policy.use(np.array([experts]))
             self._scores_LE[layer] = policy.scores_LE[0].tolist()
         scores = self._scores_LE
-        with self._sync.lock:
+        with self._store.sync.lock:
             self._order = list(self._places.cached())
         self._order.sort(key=lambda entry: scores[entry.id.layer][entry.id.index])
 

@@ -32,7 +32,6 @@ class NativeUploader(Uploader):
         super().__init__(slab, n_slots, sizes or PieceSizes())
         self._store = store
         self._sync = store.sync
-        self._places = store.places
         self._stream = stream
         self._wanted: Sequence[Target] = ()
         self._reasons: dict[str, int] = {}
@@ -203,5 +202,6 @@ class NativeUploader(Uploader):
                 recorder.add_bytes(counter, size)
         reasons = list(self._reasons)
         for copy in copies:
-            label = upload_label(self._places.numbered(copy.tag >> 8), reasons[copy.tag & 255])
+            entry = self._store.places.numbered(copy.tag >> 8)
+            label = upload_label(entry, reasons[copy.tag & 255])
             recorder.past_span(lane, label, copy.begin_ns, copy.end_ns, copy.bytes)

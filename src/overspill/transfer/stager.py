@@ -151,7 +151,7 @@ class Stager:
 
     def idle(self) -> bool:
         """Whether no part is being read or written. Called under the lock."""
-        return not self._sync.disk_busy()
+        return not self._places.disk_busy()
 
     def close(self) -> None:
         with self._sync.lock:

@@ -115,7 +115,6 @@ class CpuExperts:
         inject: Inject | None,
     ) -> None:
         self._store = store
-        self._sync = store.sync
         self._places = store.places
         self._cursor = cursor
         self._dispatcher = dispatcher
@@ -303,7 +302,7 @@ class CpuExperts:
 
     def _collect(self) -> None:
         """Note the times of jobs that have ended. Any thread may call it."""
-        with self._sync.lock:
+        with self._store.sync.lock:
             while self._running:
                 times = self._running[0].request.times
                 if not times[1]:  # written last, so it is read first

@@ -40,7 +40,6 @@ class GradientCopies:
     ) -> None:
         """At most `limit` bytes of gradients wait on the device for their copy."""
         self._store = store
-        self._places = store.places
         self._progress = progress
         self.downloads = Downloads(stream, limit)
         pinned = store.memory.pinned
@@ -130,7 +129,7 @@ class GradientCopies:
         self.updates.wait_idle()  # it reads the same numbers
         bad = (~torch.isfinite(self.squares)).nonzero().flatten().tolist()
         self.squares[bad] = 0.0
-        first = self._places.entries[bad[0]].id
+        first = self._store.places.entries[bad[0]].id
         raise NonFiniteError(
             f"the gradient of {len(bad)} experts (first: layer {first.layer}, expert "
             f"{first.index}) is NaN or infinite; they were not updated. Lower the learning "
