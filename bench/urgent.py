@@ -73,16 +73,16 @@ def trial(
     store: ExpertStore, uploader: Uploader, recorder: Recorder, numbers: random.Random
 ) -> tuple[float, float, float]:
     """Seconds from the request to the start and the end of its copy, and the rate of the others."""
-    with store.lock:
-        for entry in store.entries:  # all experts have to be uploaded again
+    with store.sync.lock:
+        for entry in store.places.entries:  # all experts have to be uploaded again
             store.begin_update(entry)
             store.end_update(entry)
-        background = [Target(e, e.number, "background") for e in store.entries[1:]]
+        background = [Target(e, e.number, "background") for e in store.places.entries[1:]]
         uploader.set_targets(background)
     time.sleep(2e-3 + numbers.random() * 5e-3)  # during the background uploads
-    with store.lock:
+    with store.sync.lock:
         asked = time.perf_counter_ns()
-        uploader.set_targets([Target(store.entries[0], 0, "urgent"), *background])
+        uploader.set_targets([Target(store.places.entries[0], 0, "urgent"), *background])
     uploader.wait_idle()
     torch.cuda.synchronize()
     spans = recorder.spans()

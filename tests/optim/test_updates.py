@@ -33,11 +33,11 @@ class Bench:
         self.store = store
         for part in (Part.STATES, Part.GRADS):
             store.allocate(part)
-        for entry in store.entries:
+        for entry in store.places.entries:
             store.write_part(entry, Part.WEIGHTS, lambda memory: LAYOUT.weights(memory).fill_(1.0))
-        self.squares = torch.zeros(len(store.entries))
-        self.added_squares = torch.zeros(len(store.entries))
-        self.ring = GradientRing(store, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
+        self.squares = torch.zeros(len(store.places.entries))
+        self.added_squares = torch.zeros(len(store.places.entries))
+        self.ring = GradientRing(store.sync, HostSlab("ring", 2, LAYOUT.weight_bytes, False))
         self.recorder = Recorder()
         squares = self.squares, self.added_squares
         self.updates = Updates(store, *squares, threads, self.recorder, inject)
@@ -79,7 +79,7 @@ def after_one_step(grad: float, weight: float = 1.0, hyper: AdamHyper = HYPER) -
 
 
 def test_an_update_does_not_read_its_gradient_before_the_copy_has_ended(bench: Bench) -> None:
-    entry, arrived = bench.store.entries[1], GatedEvent()
+    entry, arrived = bench.store.places.entries[1], GatedEvent()
     buffer = bench.ring.take()
     bench.updates.submit(Update(entry, arrived, buffer, hyper=HYPER))
     time.sleep(0.05)
@@ -92,27 +92,27 @@ def test_an_update_does_not_read_its_gradient_before_the_copy_has_ended(bench: B
 
 
 def test_an_update_returns_the_buffer_and_makes_the_weights_current(bench: Bench) -> None:
-    entry = bench.store.entries[0]
+    entry = bench.store.places.entries[0]
     bench.store.begin_update(entry)
     assert not entry.readable
     bench.updates.submit(Update(entry, COMPLETED, bench.receive(entry, 2.0), hyper=HYPER))
     bench.updates.wait_idle()
     bench.ring.check_conserved()
-    bench.store.check_conserved()
+    bench.store.places.check_conserved()
     assert entry.readable
-    for other in bench.store.entries[1:]:
+    for other in bench.store.places.entries[1:]:
         assert torch.equal(bench.weights(other), torch.ones(NUMEL))
 
 
 def test_without_a_gradient_an_expert_decays(bench: Bench) -> None:
-    entry = bench.store.entries[3]
+    entry = bench.store.places.entries[3]
     bench.updates.submit(Update(entry, COMPLETED, hyper=HYPER))
     bench.updates.wait_idle()
     torch.testing.assert_close(bench.weights(entry), torch.full((NUMEL,), 1 - 0.1 * 0.5))
 
 
 def test_micro_batches_add_up_and_the_sum_is_used_once(bench: Bench) -> None:
-    entry = bench.store.entries[2]
+    entry = bench.store.places.entries[2]
     LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(1.0)
     for value in (2.0, -4.5):
         buffer = bench.receive(entry, value)
@@ -126,7 +126,7 @@ def test_micro_batches_add_up_and_the_sum_is_used_once(bench: Bench) -> None:
 
 
 def test_the_last_micro_batch_is_added_in_the_update(bench: Bench) -> None:
-    entry = bench.store.entries[2]
+    entry = bench.store.places.entries[2]
     LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(1.0)
     bench.store.begin_update(entry)
     buffer = bench.receive(entry, -2.5, is_added=True)
@@ -139,7 +139,7 @@ def test_the_last_micro_batch_is_added_in_the_update(bench: Bench) -> None:
 
 @pytest.mark.parametrize("kept", [1.0, math.nan])
 def test_a_sum_that_is_not_finite_changes_nothing_and_is_noted(kept: float, bench: Bench) -> None:
-    entry = bench.store.entries[0]
+    entry = bench.store.places.entries[0]
     LAYOUT.weights(bench.store.host(entry, Part.GRADS)).fill_(kept)
     bench.squares[entry.number] = NUMEL * kept**2
     added = math.inf if math.isfinite(kept) else 1.0
@@ -153,7 +153,7 @@ def test_a_sum_that_is_not_finite_changes_nothing_and_is_noted(kept: float, benc
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(value: float, bench: Bench) -> None:
-    entry = bench.store.entries[0]
+    entry = bench.store.places.entries[0]
     before = bench.store.read_part(entry, Part.STATES).clone()
     bench.updates.submit(Update(entry, COMPLETED, bench.receive(entry, value), hyper=HYPER))
     bench.updates.wait_idle()
@@ -171,10 +171,10 @@ def test_the_lowest_layer_is_updated_first() -> None:
 
     bench = Bench(host_store(4), inject)
     bench.recorder.start()
-    bench.updates.submit(Update(bench.store.entries[3], COMPLETED, hyper=HYPER))
+    bench.updates.submit(Update(bench.store.places.entries[3], COMPLETED, hyper=HYPER))
     assert held.wait(60)
     for number in (2, 0, 1):
-        bench.updates.submit(Update(bench.store.entries[number], COMPLETED, hyper=HYPER))
+        bench.updates.submit(Update(bench.store.places.entries[number], COMPLETED, hyper=HYPER))
     go.set()
     bench.updates.wait_idle()
     order = [span.name for span in bench.recorder.spans() if span.row == "optimizer"]
@@ -187,7 +187,7 @@ def test_a_failed_update_is_raised_where_updates_are_awaited() -> None:
         raise MemoryError("no memory")
 
     bench = Bench(host_store(1), fail)
-    bench.updates.submit(Update(bench.store.entries[0], COMPLETED, hyper=HYPER))
+    bench.updates.submit(Update(bench.store.places.entries[0], COMPLETED, hyper=HYPER))
     with pytest.raises(EngineError, match="no memory"):
         bench.updates.wait_idle()
     bench.close()
@@ -196,10 +196,10 @@ def test_a_failed_update_is_raised_where_updates_are_awaited() -> None:
 def test_with_many_cores_several_experts_are_updated_at_a_time() -> None:
     together = threading.Barrier(3)
     bench = Bench(host_store(4), lambda _: together.wait(60) and None, threads=3)
-    for entry in bench.store.entries[:3]:
+    for entry in bench.store.places.entries[:3]:
         bench.updates.submit(Update(entry, COMPLETED, hyper=HYPER))
     bench.updates.wait_idle()
-    for entry in bench.store.entries[:3]:
+    for entry in bench.store.places.entries[:3]:
         torch.testing.assert_close(bench.weights(entry), torch.full((NUMEL,), 1 - 0.1 * 0.5))
     bench.close()
 
@@ -213,12 +213,12 @@ def test_a_held_up_update_does_not_hold_up_other_experts() -> None:
             assert go.wait(60)
 
     bench = Bench(host_store(4), inject, threads=2)
-    first, second = bench.store.entries[:2]
+    first, second = bench.store.places.entries[:2]
     bench.store.begin_update(second)
     bench.updates.submit(Update(first, COMPLETED, hyper=HYPER))
     assert held.wait(60)
     bench.updates.submit(Update(second, COMPLETED, hyper=HYPER))
-    bench.store.wait(lambda: second.readable, "the update of the second expert")
+    bench.store.sync.wait(lambda: second.readable, "the update of the second expert")
     assert not bench.updates.idle()
     go.set()
     bench.updates.wait_idle()
@@ -229,11 +229,11 @@ def test_updates_of_one_expert_never_overlap() -> None:
     """Every micro-batch counts, although threads are free while another is added."""
     bench = Bench(host_store(2), lambda _: time.sleep(0.001), threads=4)
     for number in range(40):
-        entry = bench.store.entries[number % 2]
+        entry = bench.store.places.entries[number % 2]
         buffer = bench.receive(entry, 1.0)
         bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True))
     bench.updates.wait_idle()
-    for entry in bench.store.entries:
+    for entry in bench.store.places.entries:
         gradient = LAYOUT.weights(bench.store.host(entry, Part.GRADS))
         assert torch.equal(gradient, torch.full((NUMEL,), 20.0))
         assert bench.squares[entry.number].item() == NUMEL * 20.0**2
@@ -247,7 +247,7 @@ def test_after_a_failure_the_other_update_threads_end() -> None:
 
     bench = Bench(host_store(4), fail, threads=3)
     arrived = GatedEvent()
-    for entry in bench.store.entries:
+    for entry in bench.store.places.entries:
         bench.updates.submit(Update(entry, arrived, hyper=HYPER))
     arrived.open()
     with pytest.raises(EngineError, match="no memory"):
@@ -265,20 +265,20 @@ def test_experts_on_disk_are_read_updated_and_written_back(
     store = disk_store(6, 1, cache, tmp_path)
     bench = Bench(store, lambda _: time.sleep(0.001), threads)
     stager = Stager(store, bench.updates.waiting, 2, Recorder(), lambda _: time.sleep(0.001))
-    for entry in store.entries:
+    for entry in store.places.entries:
         store.write_part(
             entry, Part.GRADS, lambda m, e=entry: LAYOUT.weights(m).fill_(e.number - 2.5)
         )
         bench.squares[entry.number] = 1.0
-    for entry in reversed(store.entries):
+    for entry in reversed(store.places.entries):
         buffer = bench.receive(entry, 1.0)
         bench.updates.submit(Update(entry, COMPLETED, buffer, accumulate=True))
-    for entry in store.entries:
+    for entry in store.places.entries:
         bench.updates.submit(Update(entry, COMPLETED, use_kept=True, hyper=HYPER))
     bench.updates.wait_idle()
-    store.wait(stager.idle, "disk transfers")
-    store.check_conserved()
-    for entry in store.entries:
+    store.sync.wait(stager.idle, "disk transfers")
+    store.places.check_conserved()
+    for entry in store.places.entries:
         torch.testing.assert_close(bench.weights(entry), after_one_step(entry.number - 1.5))
     bench.updates.close()
     stager.close()

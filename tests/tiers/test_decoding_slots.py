@@ -8,10 +8,10 @@ from tests.tiers.test_store import new_store
 
 def test_experts_that_do_not_fit_are_not_held(tmp_path: Path) -> None:
     store = new_store((1, 4, 0, 2), tmp_path)
-    slots, entries = DecodingSlots(store), list(store.entries)
+    slots, entries = DecodingSlots(store), list(store.places.entries)
     assert slots.hold(entries[:3]) is None
     assert [entry.holds for entry in entries] == [0, 0, 0, 0]
-    store.check_conserved()
+    store.places.check_conserved()
     for pair in (entries[:2], entries[2:]):  # each takes both slots
         missing = slots.hold(pair)
         assert missing == pair
@@ -20,5 +20,5 @@ def test_experts_that_do_not_fit_are_not_held(tmp_path: Path) -> None:
         assert slots.hold(pair) == [], "they are there"
         for _ in range(2):
             slots.release(pair)
-        store.check_conserved()
+        store.places.check_conserved()
     store.close()

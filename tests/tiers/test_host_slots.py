@@ -83,10 +83,10 @@ class HostSlots(RuleBasedStateMachine):
         self.store = ExpertStore(1, whole, LAYOUT, HOME, CACHE, False, path, watchdog_seconds=60)
         self.decoding = DecodingSlots(self.store)
         self.changes = 0
-        self.store.on_change(self._count_change)
+        self.store.disk.on_change(self._count_change)
         for part in (Part.STATES, Part.GRADS):
             self.store.allocate(part)
-        on_disk = [entry for entry in self.store.entries if entry.disk_slot is not None]
+        on_disk = [entry for entry in self.store.places.entries if entry.disk_slot is not None]
         self.models = {entry: Model() for entry in on_disk}
         self.uses: list[Entry] = []  # least recently used first
         self.in_step: list[Entry] = []
@@ -112,7 +112,7 @@ class HostSlots(RuleBasedStateMachine):
 
     @on(lambda model: model.slot)
     def touch(self, entry: Entry, model: Model) -> None:
-        self.store.touch(entry)
+        self.store.places.touch(entry)
         self.use(entry)
 
     @precondition(lambda self: any(not model.slot for model in self.models.values()))
@@ -122,7 +122,7 @@ class HostSlots(RuleBasedStateMachine):
         kept = [self.pick(other)[0] for other in needed]
         free = CACHE - sum(other.slot for other in self.models.values())
         victims = [e for e in self.uses if self.models[e].evictable and e not in kept]
-        assert self.store.assign_host_slot(entry, kept) == bool(free or victims)
+        assert self.store.places.assign_host_slot(entry, kept) == bool(free or victims)
         if not free and not victims:
             return
         if not free:
@@ -147,20 +147,20 @@ class HostSlots(RuleBasedStateMachine):
     @on(lambda model: model.slot and not model.io and bool(UPDATED & ~model.valid))
     def read(self, entry: Entry, model: Model) -> None:
         part = next(part for part in Part if UPDATED & part & ~model.valid)
-        self.store.begin_io(entry, part, write=False)
+        self.store.disk.begin_io(entry, part, write=False)
         model.io, model.writing = part, False
 
     @on(lambda model: bool(model.dirty) and not model.io)
     def write(self, entry: Entry, model: Model) -> None:
         part = next(part for part in Part if model.dirty & part)
-        self.store.begin_io(entry, part, write=True)
+        self.store.disk.begin_io(entry, part, write=True)
         model.io, model.writing = part, True
         model.dirty &= ~part
 
     @on(lambda model: bool(model.io) and not model.in_step)
     def end_io(self, entry: Entry, model: Model) -> None:
         before = self.changes
-        self.store.end_io(entry, model.io, model.writing)
+        self.store.disk.end_io(entry, model.io, model.writing)
         if not model.writing:
             model.valid |= model.io
         model.io = NONE
@@ -291,11 +291,15 @@ class HostSlots(RuleBasedStateMachine):
             assert entry.stale == model.stale
             assert entry.readable == (not model.stale and bool(model.valid & Part.WEIGHTS))
             assert not model.slot or entry.evictable == model.evictable
-        assert set(self.store.cached()) == {e for e, model in self.models.items() if model.slot}
-        held = [entry.host_slot for entry in self.store.entries if entry.host_slot is not None]
+        assert set(self.store.places.cached()) == {
+            e for e, model in self.models.items() if model.slot
+        }
+        held = [
+            entry.host_slot for entry in self.store.places.entries if entry.host_slot is not None
+        ]
         assert len(held) == len(set(held)) <= HOME + CACHE
         if not any(model.io or model.holds or model.in_step for model in self.models.values()):
-            self.store.check_conserved()
+            self.store.places.check_conserved()
 
 
 HostSlots.TestCase.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

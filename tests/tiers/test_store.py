@@ -54,22 +54,26 @@ def test_every_expert_has_one_place_and_residents_are_spread_evenly(split: Split
     layers, experts, permanent, _ = split
     with tempfile.TemporaryDirectory() as folder:
         store = new_store(split, Path(folder))
-        store.check_conserved()
-        assert [store.entry(entry.id) for entry in store.entries] == store.entries
-        assert [e for layer in range(layers) for e in store.layer_entries(layer)] == store.entries
-        assert len({entry.id for entry in store.entries}) == layers * experts
-        in_host = [entry for entry in store.entries if entry.disk_slot is None]
-        on_disk = [entry for entry in store.entries if entry.disk_slot is not None]
-        assert len(in_host) == store.permanent_slots == min(permanent, layers * experts)
+        store.places.check_conserved()
+        assert [
+            store.places.entry(entry.id) for entry in store.places.entries
+        ] == store.places.entries
+        assert [
+            e for layer in range(layers) for e in store.places.layer_entries(layer)
+        ] == store.places.entries
+        assert len({entry.id for entry in store.places.entries}) == layers * experts
+        in_host = [entry for entry in store.places.entries if entry.disk_slot is None]
+        on_disk = [entry for entry in store.places.entries if entry.disk_slot is not None]
+        assert len(in_host) == store.places.permanent_slots == min(permanent, layers * experts)
         assert sorted(entry.host_slot for entry in in_host) == list(range(len(in_host)))
-        assert sorted(entry.disk_slot for entry in on_disk) == list(range(store.disk_slots))
+        assert sorted(entry.disk_slot for entry in on_disk) == list(range(store.places.disk_slots))
         assert all(entry.host_slot is None and not entry.valid for entry in on_disk)
         assert all(entry.readable for entry in in_host)
         residents = [sum(entry.id.layer == layer for entry in in_host) for layer in range(layers)]
         assert max(residents) - min(residents) <= 1
-        slots = store.permanent_slots + store.cache_slots
+        slots = store.places.permanent_slots + store.places.cache_slots
         assert store.memory.host_bytes == slots * LAYOUT.weight_bytes
-        assert store.memory.disk_bytes == store.disk_slots * LAYOUT.weight_bytes
+        assert store.memory.disk_bytes == store.places.disk_slots * LAYOUT.weight_bytes
         store.close()
         assert not list(Path(folder).iterdir())
 
@@ -80,13 +84,13 @@ def test_bytes_written_to_an_expert_are_read_from_it_alone(split: Split, random:
     with tempfile.TemporaryDirectory() as folder:
         store = new_store(split, Path(folder))
         store.allocate(Part.STATES)
-        entries = list(store.entries)
+        entries = list(store.places.entries)
         random.shuffle(entries)
         for entry in entries:
             for part in (Part.WEIGHTS, Part.STATES):
                 write = store.set_part if random.random() < 0.5 else store.write_part
                 write(entry, part, lambda memory, e=entry, p=part: memory.fill_(e.number * 4 + p))
-        for entry in store.entries:
+        for entry in store.places.entries:
             for part in (Part.WEIGHTS, Part.STATES):
                 assert (store.read_part(entry, part) == entry.number * 4 + part).all()
         store.close()
@@ -95,12 +99,12 @@ def test_bytes_written_to_an_expert_are_read_from_it_alone(split: Split, random:
 def test_a_store_of_some_experts_knows_them_by_their_global_ids(tmp_path: Path) -> None:
     experts = ExpertMap.of(6, [4, 1])
     store = ExpertStore(2, experts, LAYOUT, 4, 0, False)
-    assert [tuple(entry.id) for entry in store.entries] == [(0, 1), (0, 4), (1, 1), (1, 4)]
-    entry = store.entry(ExpertId(1, 4))
-    assert store.at(1, 1) is entry
-    assert store.position(entry) == 1
+    assert [tuple(entry.id) for entry in store.places.entries] == [(0, 1), (0, 4), (1, 1), (1, 4)]
+    entry = store.places.entry(ExpertId(1, 4))
+    assert store.places.at(1, 1) is entry
+    assert store.places.position(entry) == 1
     with pytest.raises(KeyError):
-        store.entry(ExpertId(0, 2))
+        store.places.entry(ExpertId(0, 2))
     store.close()
 
 
@@ -122,14 +126,14 @@ def test_memory_of_a_part_is_allocated_once(store: ExpertStore) -> None:
 
 
 def test_writing_weights_makes_the_copy_on_the_gpu_out_of_date(store: ExpertStore) -> None:
-    entry = store.entry(ExpertId(1, 1))
+    entry = store.places.entry(ExpertId(1, 1))
     version = entry.version
     store.write_part(entry, Part.WEIGHTS, lambda memory: memory.fill_(1))
     assert entry.version == version + 1
 
 
 def test_an_update_hides_the_weights_until_it_has_ended(store: ExpertStore) -> None:
-    entry = next(entry for entry in store.entries if entry.disk_slot is None)
+    entry = next(entry for entry in store.places.entries if entry.disk_slot is None)
     version = entry.version
     store.begin_update(entry)
     assert not entry.readable
@@ -140,62 +144,62 @@ def test_an_update_hides_the_weights_until_it_has_ended(store: ExpertStore) -> N
 
 
 def test_dropped_gradients_make_the_weights_current_again(store: ExpertStore) -> None:
-    kept, held = (entry for entry in store.entries if entry.disk_slot is None)
+    kept, held = (entry for entry in store.places.entries if entry.disk_slot is None)
     for entry in (kept, held):
         store.begin_update(entry)
     store.hold(held)  # by a backward that was interrupted
     store.discard_gradients({kept.number})
     assert kept.readable
     assert held.readable
-    store.check_conserved()
+    store.places.check_conserved()
 
 
 def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     stores = [new_store((1, 2, 0, 1), tmp_path) for _ in range(2)]
     for number, store in enumerate(stores):
-        store.write_part(store.entries[0], Part.WEIGHTS, lambda m, n=number: m.fill_(n + 1))
+        store.write_part(store.places.entries[0], Part.WEIGHTS, lambda m, n=number: m.fill_(n + 1))
     for number, store in enumerate(stores):
-        assert (store.read_part(store.entries[0], Part.WEIGHTS) == number + 1).all()
+        assert (store.read_part(store.places.entries[0], Part.WEIGHTS) == number + 1).all()
         store.close()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_is_in_use_is_not_idle(store: ExpertStore) -> None:
-    entry = store.entries[0]
+    entry = store.places.entries[0]
     store.hold(entry)
     with pytest.raises(AssertionError, match="not idle"):
-        store.check_conserved()
+        store.places.check_conserved()
     store.release(entry)
-    store.begin_io(entry, Part.WEIGHTS, write=False)
+    store.disk.begin_io(entry, Part.WEIGHTS, write=False)
     with pytest.raises(AssertionError, match="not idle"):
-        store.check_conserved()
-    store.end_io(entry, Part.WEIGHTS, write=False)
-    store.check_conserved()
+        store.places.check_conserved()
+    store.disk.end_io(entry, Part.WEIGHTS, write=False)
+    store.places.check_conserved()
 
 
 # -- waiting and failing ------------------------------------------------------------------------
 
 
 def test_a_waiting_thread_raises_the_first_failure(store: ExpertStore) -> None:
-    threading.Timer(0.05, store.fail, [ValueError("first")]).start()
+    threading.Timer(0.05, store.sync.fail, [ValueError("first")]).start()
     with pytest.raises(EngineError, match="first") as caught:
-        store.wait(lambda: False, "an upload")
+        store.sync.wait(lambda: False, "an upload")
     assert isinstance(caught.value.__cause__, ValueError)
-    store.fail(ValueError("second"))
+    store.sync.fail(ValueError("second"))
     with pytest.raises(EngineError, match="first"):
-        store.raise_error()
+        store.sync.raise_error()
 
 
 def test_an_error_for_the_user_is_raised_as_it_is(store: ExpertStore) -> None:
-    store.fail(DiskError("the disk is gone"))
+    store.sync.fail(DiskError("the disk is gone"))
     with pytest.raises(DiskError, match="the disk is gone"):
-        store.raise_error()
+        store.sync.raise_error()
 
 
 def test_the_watchdog_names_what_was_waited_for(tmp_path: Path) -> None:
     store = new_store((1, 2, 2, 1), tmp_path, watchdog=0.05)
     with pytest.raises(EngineError, match=r"no progress .* the upload of expert 0\.1; .*threads"):
-        store.wait(lambda: False, "the upload of expert 0.1")
+        store.sync.wait(lambda: False, "the upload of expert 0.1")
     store.close()
 
 
@@ -207,10 +211,10 @@ def test_the_watchdog_takes_every_change_for_progress(tmp_path: Path) -> None:
         nonlocal looks
         looks += 1
         if looks % 8 == 0:
-            store.wake_main()
+            store.sync.wake_main()
         return looks == 80
 
-    store.wait(ready, "changes")  # takes four times as long as the watchdog allows
+    store.sync.wait(ready, "changes")  # takes four times as long as the watchdog allows
     assert looks == 80
     store.close()
 
@@ -219,16 +223,16 @@ def test_a_slow_disk_is_not_taken_for_a_hang(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = new_store((1, 2, 0, 1), tmp_path, watchdog=0.05)
-    entry = store.entries[0]
-    assert store.assign_host_slot(entry, [])
-    store.begin_io(entry, Part.WEIGHTS, write=False)
+    entry = store.places.entries[0]
+    assert store.places.assign_host_slot(entry, [])
+    store.disk.begin_io(entry, Part.WEIGHTS, write=False)
 
     def ready() -> bool:
         if caplog.text.count("no disk transfer has ended") == 6 and not entry.readable:
-            store.end_io(entry, Part.WEIGHTS, False)
+            store.disk.end_io(entry, Part.WEIGHTS, False)
         return entry.readable
 
-    store.wait(ready, "a read")  # takes six times as long as the watchdog allows
+    store.sync.wait(ready, "a read")  # takes six times as long as the watchdog allows
     store.close()
 
 
@@ -245,17 +249,17 @@ def test_a_pass_that_waits_for_an_expert_which_a_decoding_step_reads_goes_on_at_
 ) -> None:
     monkeypatch.setattr(Condition, "LIMIT", 600.0)  # it does not look by itself
     store = new_store((1, 3, 1, 2), tmp_path, watchdog=12000.0)
-    entry = next(entry for entry in store.entries if entry.disk_slot is not None)
+    entry = next(entry for entry in store.places.entries if entry.disk_slot is not None)
     slots = DecodingSlots(store)
     assert slots.hold([entry]) == [entry]
     waits = threading.Thread(
-        target=lambda: store.wait(lambda: entry.readable, "a test"), daemon=True
+        target=lambda: store.sync.wait(lambda: entry.readable, "a test"), daemon=True
     )
     waits.start()
-    wait_until(lambda: store.main_waits)
+    wait_until(lambda: store.sync.main_waits)
     slots.end_reads([entry])
     slots.release([entry])
     waits.join(60)
     assert not waits.is_alive()
-    store.check_conserved()
+    store.places.check_conserved()
     store.close()

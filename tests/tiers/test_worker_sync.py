@@ -19,7 +19,7 @@ def test_a_lost_signal_names_what_was_waited_for_and_who_should_have_signalled()
 
 def test_a_device_that_computes_is_not_taken_for_a_hang(caplog: pytest.LogCaptureFixture) -> None:
     sync = WorkerSync(watchdog_seconds=0.1)
-    sync.watch_device(lambda: True)
+    sync.device_busy = lambda: True
     sync.wait(
         lambda: caplog.text.count("the device has computed") == 3,
         "a gradient buffer (update thread)",
@@ -30,7 +30,7 @@ def test_a_device_that_computes_is_not_taken_for_a_hang(caplog: pytest.LogCaptur
 def test_a_signal_that_is_lost_after_the_device_has_computed_is_reported() -> None:
     sync = WorkerSync(watchdog_seconds=0.1)
     busy = iter([True, True, False])
-    sync.watch_device(lambda: next(busy))
+    sync.device_busy = lambda: next(busy)
     with pytest.raises(EngineError, match="no progress"):
         sync.wait(lambda: False, "a change")
     assert next(busy, None) is None, "it has computed at first"
@@ -39,7 +39,7 @@ def test_a_signal_that_is_lost_after_the_device_has_computed_is_reported() -> No
 def test_a_device_that_never_ends_is_reported_too() -> None:
     """Its streams may wait for a signal of the host."""
     sync = WorkerSync(watchdog_seconds=0.02)
-    sync.watch_device(lambda: True)
+    sync.device_busy = lambda: True
     with pytest.raises(EngineError, match="no progress"):
         sync.wait(lambda: False, "a change")
 

@@ -78,7 +78,7 @@ def host_store(n_experts: int, watchdog: float = WATCHDOG) -> ExpertStore:
     """One layer of experts in host memory, each filled with its number + 1."""
     experts = ExpertMap.whole(n_experts)
     store = ExpertStore(1, experts, LAYOUT, n_experts, 0, False, watchdog_seconds=watchdog)
-    for entry in store.entries:
+    for entry in store.places.entries:
         store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
     return store
 
@@ -91,7 +91,7 @@ def disk_store(n_experts: int, permanent: int, cache: int, folder: Path) -> Expe
 
 
 def wait_until(store: ExpertStore, ready: Callable[[], bool]) -> None:
-    store.wait(ready, "the condition of a test")
+    store.sync.wait(ready, "the condition of a test")
 
 
 def value_of(entry: Entry) -> int:

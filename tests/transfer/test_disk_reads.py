@@ -43,7 +43,7 @@ class Reader:
         self, folder: Path, scores: Sequence[float] = (0.0,) * EXPERTS, inject: Inject | None = None
     ) -> None:
         self.store: ExpertStore = disk_store(EXPERTS, 0, CACHE, folder)
-        for number, entry in enumerate(self.store.entries):
+        for number, entry in enumerate(self.store.places.entries):
             self.store.set_part(entry, Part.WEIGHTS, lambda memory, n=number: memory.fill_(n + 1))
         self.policy = GivenScores(scores)
         self.recorder = Recorder()
@@ -59,7 +59,7 @@ class Reader:
             self.reads.learn()
             if error:
                 self.reads.end_reads(place, error)
-            memory = self.store.host(self.store.entries[experts[place]], Part.WEIGHTS)
+            memory = self.store.host(self.store.places.entries[experts[place]], Part.WEIGHTS)
             assert memory.data_ptr() == address
             assert os.preadv(self.reads.file, [memory.numpy()], offset) == memory.nbytes
             count += 1
@@ -69,7 +69,7 @@ class Reader:
     def step(self, *experts: int) -> int:
         count = self.read(*experts)
         for expert in experts:
-            memory = self.store.host(self.store.entries[expert], Part.WEIGHTS)
+            memory = self.store.host(self.store.places.entries[expert], Part.WEIGHTS)
             assert (memory == expert + 1).all()
         self.reads.release()
         return count
@@ -80,7 +80,7 @@ class Reader:
         for expert, (address, offset) in zip(experts, found, strict=True):
             if offset == PRESENT:
                 continue
-            entry = self.store.entries[expert]
+            entry = self.store.places.entries[expert]
             assert address == self.store.host(entry, Part.WEIGHTS).data_ptr()
             assert offset == entry.disk_slot * size
             self.ahead.append(expert)
@@ -89,7 +89,7 @@ class Reader:
         """What is read ahead has arrived."""
         while self.ahead:
             expert = self.ahead.pop()
-            memory = self.store.host(self.store.entries[expert], Part.WEIGHTS)
+            memory = self.store.host(self.store.places.entries[expert], Part.WEIGHTS)
             memory.fill_(99 if error else expert + 1)
             self.reads.end_ahead(0, expert, error)
 
@@ -110,7 +110,7 @@ class Reader:
         begun[0].join()
 
     def in_host(self) -> set[int]:
-        return {entry.number for entry in self.store.entries if entry.host_slot is not None}
+        return {entry.number for entry in self.store.places.entries if entry.host_slot is not None}
 
 
 def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> No
     assert reader.policy.used == [[1, 4], [4, 2], [1, 2, 4]]
     size = reader.store.memory.size(Part.WEIGHTS)
     assert reader.recorder.counters()["ssd read"] == 3 * size
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
 
 
 def test_the_expert_with_the_lowest_score_leaves(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_any_experts_have_their_weights(seed: int, tmp_path: Path) -> None:
     for _ in range(40):
         reader.step(*random.sample(range(EXPERTS), random.randint(1, CACHE)))
         assert len(reader.in_host()) <= CACHE
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
 
 
 @pytest.mark.parametrize(("error", "message"), [(errno.EIO, "Input/output"), (-1, "truncated")])
@@ -153,7 +153,7 @@ def test_a_read_that_fails_names_the_expert_and_holds_nothing(
     reader.step(0)
     with pytest.raises(DiskError, match=rf"expert 0\.3 could not be read .*{message}"):
         reader.read(0, 3, error=error)
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
     assert reader.step(0, 3) == 1
 
 
@@ -169,28 +169,28 @@ def test_an_injected_failure_is_a_disk_error(tmp_path: Path) -> None:
         reader.read(2)
     failing[0] = False
     assert reader.step(2) == 1
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
 
 
 def test_a_transfer_that_runs_is_awaited(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.step(0)
-    entry = reader.store.entries[0]
-    reader.store.begin_io(entry, Part.WEIGHTS, write=False)
-    with reader.when_it_waits(lambda: reader.store.end_io(entry, Part.WEIGHTS, False)):
+    entry = reader.store.places.entries[0]
+    reader.store.disk.begin_io(entry, Part.WEIGHTS, write=False)
+    with reader.when_it_waits(lambda: reader.store.disk.end_io(entry, Part.WEIGHTS, False)):
         assert reader.step(0) == 0
 
 
 def test_slots_that_are_in_use_are_awaited(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.step(0, 1, 2)
-    for entry in reader.store.entries[:3]:
+    for entry in reader.store.places.entries[:3]:
         reader.store.hold(entry)
-    with reader.when_it_waits(lambda: reader.store.release(reader.store.entries[1])):
+    with reader.when_it_waits(lambda: reader.store.release(reader.store.places.entries[1])):
         assert reader.step(5) == 1
     assert reader.in_host() == {0, 2, 5}
     for number in (0, 2):
-        reader.store.release(reader.store.entries[number])
+        reader.store.release(reader.store.places.entries[number])
 
 
 def test_expected_experts_are_read_ahead_and_not_again(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_expected_experts_are_read_ahead_and_not_again(tmp_path: Path) -> None:
     reader.end_ahead()
     assert reader.step(4, 2) == 1
     assert reader.in_host() == {1, 2, 4}, "5 is not expected any more and has the lowest score"
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
 
 
 @pytest.mark.parametrize("error", [0, errno.EIO, -1])
@@ -213,7 +213,7 @@ def test_a_step_waits_for_what_is_read_ahead(error: int, tmp_path: Path) -> None
     with reader.when_it_waits(lambda: reader.end_ahead(error)):
         assert reader.step(3, 1) == 1, "the other one is read meanwhile"
     assert not reader.ahead
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
 
 
 def test_a_failure_of_what_was_read_ahead_names_the_expert(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_failure_of_what_was_read_ahead_names_the_expert(tmp_path: Path) -> No
         pytest.raises(DiskError, match=r"expert 0\.3 could not be read"),
     ):
         reader.step(3)
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()
 
 
 def test_no_slot_is_free_for_experts_that_are_expected(tmp_path: Path) -> None:
@@ -235,4 +235,4 @@ def test_no_slot_is_free_for_experts_that_are_expected(tmp_path: Path) -> None:
     assert not reader.ahead
     reader.reads.release()
     assert reader.step(4) == 1
-    reader.store.check_conserved()
+    reader.store.places.check_conserved()

@@ -15,7 +15,7 @@ from tests.transfer.fakes import LAYOUT, GatedEvent, GatedStream, host_store
 
 
 def ring_of(buffers: int) -> GradientRing:
-    return GradientRing(host_store(1), HostSlab("ring", buffers, LAYOUT.weight_bytes, False))
+    return GradientRing(host_store(1).sync, HostSlab("ring", buffers, LAYOUT.weight_bytes, False))
 
 
 def test_a_buffer_has_one_user_at_a_time() -> None:
@@ -46,9 +46,9 @@ def test_take_blocks_while_all_buffers_are_in_use() -> None:
 
 def test_take_raises_when_the_update_thread_has_failed() -> None:
     store = host_store(1)
-    ring = GradientRing(store, HostSlab("ring", 1, LAYOUT.weight_bytes, False))
+    ring = GradientRing(store.sync, HostSlab("ring", 1, LAYOUT.weight_bytes, False))
     ring.take()
-    threading.Timer(0.05, store.fail, [ValueError("no optimizer")]).start()
+    threading.Timer(0.05, store.sync.fail, [ValueError("no optimizer")]).start()
     with pytest.raises(EngineError, match="no optimizer"):
         ring.take()
 

@@ -53,7 +53,7 @@ def test_on_a_gpu_a_stream_that_waits_for_the_arrival_reads_the_current_weights(
     layout = RecordLayout(ExpertShape(512, 4096, gated=False), torch.bfloat16)
     store = ExpertStore(1, ExpertMap.whole(12), layout, 12, 0, pinned=True)
     store.memory.wait_allocated()
-    for entry in store.entries:
+    for entry in store.places.entries:
         store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
     slab = device_slab(6, layout.weight_bytes, device)
     stream = CopyStream("upload", device, Recorder(device=device), None)
@@ -61,24 +61,26 @@ def test_on_a_gpu_a_stream_that_waits_for_the_arrival_reads_the_current_weights(
     found, expected = [], []
     for _ in range(100):
         pairs = list(zip(numbers.sample(range(12), 6), range(6), strict=True))
-        updated = [store.entries[expert] for expert in numbers.sample(range(12), 3)]
+        updated = [store.places.entries[expert] for expert in numbers.sample(range(12), 3)]
         torch.cuda.synchronize()  # no copy reads the records that are updated now
         for entry in updated:
             store.begin_update(entry)
-        with store.lock:
+        with store.sync.lock:
             certain = numbers.random() < 0.5
-            uploader.set_targets([Target(store.entries[e], s, "", certain) for e, s in pairs])
+            uploader.set_targets(
+                [Target(store.places.entries[e], s, "", certain) for e, s in pairs]
+            )
         updates = threading.Thread(target=rewrite, args=(store, updated))
         updates.start()
         for expert, slot in pairs[: numbers.randrange(7)]:
-            uploader.wait_issued([(store.entries[expert], slot)], every=True)
-            with store.lock:
+            uploader.wait_issued([(store.places.entries[expert], slot)], every=True)
+            with store.sync.lock:
                 for event in uploader.end_events([slot]):
                     wait_event(device, event)
                 torch.cuda._sleep(20_000)
                 found.append(slab[slot][:: 1 << 16].clone())
                 uploader.release([slot], record_event(device))
-            expected.append(value_of(store.entries[expert]))
+            expected.append(value_of(store.places.entries[expert]))
         updates.join()
     uploader.wait_idle()
     uploader.close()

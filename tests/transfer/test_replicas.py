@@ -18,14 +18,14 @@ def lend(bench: Bench, expert: int, value: int | None = None) -> Tensor:
     """The replica, which can be told from host memory by `value`."""
     entry = bench.entry(expert)
     memory = torch.full((RECORD,), value or value_of(entry), dtype=torch.uint8)
-    with bench.store.lock:
+    with bench.store.sync.lock:
         lent = {**bench.store.replicas.lent, entry.number: Replica(memory, entry.version)}
         bench.store.replicas.lent = lent
     return memory
 
 
 def withdraw(bench: Bench) -> None:
-    with bench.store.lock:
+    with bench.store.sync.lock:
         bench.store.replicas.lent = {}
     bench.uploader.withdraw_replicas()
 

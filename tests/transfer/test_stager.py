@@ -42,12 +42,12 @@ class Bench:
         self.stager = Stager(self.store, lambda: self.needs, 3, recorder or Recorder(), inject)
 
     def need(self, *experts: int, parts: Part = BOTH) -> None:
-        with self.store.lock:
-            self.needs = [(self.store.entries[expert], parts) for expert in experts]
+        with self.store.sync.lock:
+            self.needs = [(self.store.places.entries[expert], parts) for expert in experts]
         self.stager.pump()
 
     def wait_for(self, expert: int, parts: Part = BOTH) -> Entry:
-        entry = self.store.entries[expert]
+        entry = self.store.places.entries[expert]
         wait_until(self.store, lambda: entry.host_slot is not None and not parts & ~entry.valid)
         return entry
 
@@ -60,7 +60,7 @@ class Bench:
         self.store.release(entry)
 
     def in_host(self, *experts: int) -> list[bool]:
-        return [self.store.entries[expert].host_slot is not None for expert in experts]
+        return [self.store.places.entries[expert].host_slot is not None for expert in experts]
 
     def wait_idle(self) -> None:
         wait_until(self.store, self.stager.idle)
@@ -104,7 +104,7 @@ def test_a_record_that_is_read_back_is_the_one_written_last(
         bench = Bench(*sizes, Path(folder), lambda _: time.sleep(delay.random() * 2e-3))
         store = bench.store
         expected = {}
-        for entry in store.entries:
+        for entry in store.places.entries:
             expected[entry] = entry.number * 8
             for part in (Part.WEIGHTS, Part.STATES):
                 store.write_part(entry, part, lambda m, v=entry.number * 8 + part: m.fill_(v))
@@ -118,7 +118,7 @@ def test_a_record_that_is_read_back_is_the_one_written_last(
                 bench.update(entry, expected[entry])
         bench.need()
         bench.wait_idle()
-        store.check_conserved()
+        store.places.check_conserved()
         for entry, value in expected.items():
             for part in (Part.WEIGHTS, Part.STATES):
                 _check(store.read_part(entry, part), value + part)
@@ -171,7 +171,7 @@ def test_host_slots_hold_what_is_needed_next_and_no_more_is_read(bench: Bench) -
     bench.wait_for(1)
     bench.wait_idle()
     assert bench.in_host(0, 1, 2, 3, 4) == [False, True, False, True, False]
-    bench.store.check_conserved()
+    bench.store.places.check_conserved()
 
 
 def test_only_the_parts_that_are_needed_are_read(bench: Bench) -> None:
@@ -185,7 +185,7 @@ def test_only_the_parts_that_are_needed_are_read(bench: Bench) -> None:
 def test_experts_that_live_in_host_memory_are_not_transferred(tmp_path: Path) -> None:
     recorder = Recorder()
     bench = Bench(3, 2, 1, tmp_path, recorder=recorder)
-    bench.need(*(entry.number for entry in bench.store.entries if entry.disk_slot is None))
+    bench.need(*(entry.number for entry in bench.store.places.entries if entry.disk_slot is None))
     bench.wait_idle()
     bench.close()
     assert recorder.counters() == {}
@@ -266,7 +266,7 @@ def test_closing_during_transfers_ends_the_threads(tmp_path: Path) -> None:
     bench.update(bench.wait_for(0), 1)
     bench.need(2, 3, 4)
     bench.close()
-    assert bench.store.error is None
+    assert bench.store.sync.error is None
 
 
 def test_an_update_gets_its_states_while_a_sooner_expert_waits_for_a_slot(bench: Bench) -> None:
@@ -275,12 +275,12 @@ def test_an_update_gets_its_states_while_a_sooner_expert_waits_for_a_slot(bench:
     held = [bench.wait_for(expert, Part.WEIGHTS) for expert in (0, 1)]
     for entry in held:
         bench.store.hold(entry)
-    first, second = bench.store.entries[2], held[0]
-    with bench.store.lock:
+    first, second = bench.store.places.entries[2], held[0]
+    with bench.store.sync.lock:
         bench.needs = [(first, Part.WEIGHTS), (second, BOTH)]
     bench.stager.pump()
     bench.wait_for(0)
-    with bench.store.lock:  # updated
+    with bench.store.sync.lock:  # updated
         bench.needs = [(first, Part.WEIGHTS)]
     bench.store.release(second)
     bench.wait_for(2, Part.WEIGHTS)

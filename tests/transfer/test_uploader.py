@@ -240,7 +240,7 @@ def test_without_overlap_one_copy_is_in_flight(slow: Bench) -> None:
 def test_a_slot_is_used_from_a_computation_until_the_next_upload(bench: Bench) -> None:
     bench.target((0, 0))
     bench.wait_issued((0, 0))
-    with bench.store.lock:
+    with bench.store.sync.lock:
         assert not bench.uploader.was_used(0)
         bench.uploader.release([0], record_event(CPU))
         assert bench.uploader.was_used(0)
@@ -251,7 +251,7 @@ def test_a_slot_is_used_from_a_computation_until_the_next_upload(bench: Bench) -
 
 def test_an_upload_waits_for_the_last_reader_of_its_slot() -> None:
     bench, reader = Bench("thread", experts=2, slots=2), GatedEvent()
-    with bench.store.lock:
+    with bench.store.sync.lock:
         bench.uploader.release([1], reader)
     bench.target((0, 0), (1, 1))
     bench.wait_issued((0, 0), (1, 1))
@@ -263,21 +263,21 @@ def test_an_upload_waits_for_the_last_reader_of_its_slot() -> None:
 def test_a_host_slot_is_not_reused_until_the_copy_out_of_it_has_ended(tmp_path: Path) -> None:
     """Also if only half of the record was copied, and the expert is not wanted any more."""
     store = disk_store(2, permanent=0, cache=1, folder=tmp_path)
-    first, second = store.entries
+    first, second = store.places.entries
     transfers = threading.Semaphore(0)
-    assert store.assign_host_slot(first, ())
-    store.begin_io(first, Part.WEIGHTS, write=False)
-    store.end_io(first, Part.WEIGHTS, write=False)
-    store.on_change(transfers.release)
+    assert store.places.assign_host_slot(first, ())
+    store.disk.begin_io(first, Part.WEIGHTS, write=False)
+    store.disk.end_io(first, Part.WEIGHTS, write=False)
+    store.disk.on_change(transfers.release)
     bench = Bench("thread", 2, 2, HALVES, at_once=False, store=store)
     bench.target((0, 0))
     wait_until(lambda: bench.stream.in_flight)
     bench.target()
-    assert not store.assign_host_slot(second, ())
+    assert not store.places.assign_host_slot(second, ())
     assert not transfers.acquire(blocking=False)
     bench.stream.arrive()
     assert transfers.acquire(timeout=60), "the stager is told that the slot may be reused"
-    assert store.assign_host_slot(second, ())
+    assert store.places.assign_host_slot(second, ())
     bench.uploader.close()
     store.close()
 
@@ -335,8 +335,8 @@ def test_events_of_copies_that_have_ended_are_forgotten() -> None:
     store, stream = host_store(8), CountedStream()
     uploader = ThreadUploader(store, device_slab(2, LAYOUT.weight_bytes, CPU), stream, 2)
     for number in range(200):
-        entry = store.entries[number % 8]
-        with store.lock:
+        entry = store.places.entries[number % 8]
+        with store.sync.lock:
             uploader.set_targets([Target(entry, number % 2, certain=True)])
         uploader.wait_issued([(entry, number % 2)], every=True)
     uploader.wait_idle()

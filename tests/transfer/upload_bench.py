@@ -48,16 +48,16 @@ class Bench:
             self.uploader = ThreadUploader(self.store, self.slab, self.stream, slots, sizes)
 
     def entry(self, expert: int) -> Entry:
-        return self.store.entries[expert]
+        return self.store.places.entries[expert]
 
     def target(self, *pairs: tuple[int, int], certain: bool = False) -> None:
-        with self.store.lock:
+        with self.store.sync.lock:
             self.uploader.set_targets(
                 [Target(self.entry(e), slot, "by test", certain) for e, slot in pairs]
             )
 
     def is_issued(self, expert: int, slot: int) -> bool:
-        with self.store.lock:
+        with self.store.sync.lock:
             return self.uploader.is_issued(self.entry(expert), slot)
 
     def wait_issued(self, *pairs: tuple[int, int]) -> None:

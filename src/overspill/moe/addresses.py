@@ -8,8 +8,8 @@ from torch import Tensor
 
 from overspill.core.experts import ExpertId
 from overspill.core.interrupt import DeferredInterrupt
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.residents.memory import Residents
-from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.eviction import NextUse
 from overspill.tiers.entry import Part, Reader
 from overspill.tiers.replicas import Replica
@@ -26,18 +26,19 @@ class Addresses:
         self,
         store: ExpertStore,
         residents: Residents,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
         recorder: Recorder,
         inject: Inject | None,
     ) -> None:
-        self._store, self._residents, self._streaming = store, residents, streaming
+        self._store, self._residents, self._compute = store, residents, compute
         self._recorder, self._inject = recorder, inject
-        self._n_experts = store.experts.n_global
+        self._places = store.places
+        self._n_experts = store.places.experts.n_global
 
     @property
     def resident(self) -> list[tuple[int, ...]]:
         """The experts of each layer that live on the compute device."""
-        pairs = zip(self._store.maps, self._store.residents, strict=True)
+        pairs = zip(self._places.maps, self._places.residents, strict=True)
         return [experts.local_ids[:count] for experts, count in pairs]
 
     def device_addresses(self) -> list[list[int | None]]:
@@ -54,12 +55,12 @@ class Addresses:
     def host_addresses(self) -> list[list[int]]:
         """The address of each expert in host memory; 0 for the others. Not with experts on disk,
         whose slots change at any time: see `new_disk_reads`."""
-        assert not self._store.disk_slots
+        assert not self._places.disk_slots
         found = []
-        for layer, experts in enumerate(self._store.maps):
+        for layer, experts in enumerate(self._places.maps):
             row = [0] * self._n_experts
             for expert, entry in zip(
-                experts.local_ids, self._store.layer_entries(layer), strict=True
+                experts.local_ids, self._places.layer_entries(layer), strict=True
             ):
                 if entry.host_slot is not None:
                     row[expert] = self._store.host(entry, Part.WEIGHTS).data_ptr()
@@ -69,21 +70,21 @@ class Addresses:
     def host_weights(self, layer: int, expert: int, copy: Reader) -> Tensor | None:
         """The flat weights of an expert in host memory, which stay there until `copy` is done; None
         if they are on disk, or if another copy is being made of them."""
-        entry = self._store.entry(ExpertId(layer, expert))
+        entry = self._places.entry(ExpertId(layer, expert))
         if not self._store.begin_copy(entry, copy):
             return None
-        return self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
+        return self._store.memory.layout.weights(self._store.host(entry, Part.WEIGHTS))
 
     def version(self, layer: int, expert: int) -> tuple[int, int]:
         """The number of an expert's entry, and the version of its weights."""
-        entry = self._store.entry(ExpertId(layer, expert))
+        entry = self._places.entry(ExpertId(layer, expert))
         return entry.number, entry.version
 
     @contextmanager
     def lent(self, replicas: Mapping[int, Replica]) -> Iterator[None]:
         """Within it, uploads read these replicas, by the numbers of their entries, instead of host
         memory. Afterwards no further copy of them begins: see `wait_for_uploads`."""
-        streaming = self._streaming.started
+        streaming = self._compute.streaming
         if streaming is None or not replicas:
             yield
             return
@@ -96,10 +97,10 @@ class Addresses:
 
     def wait_for_uploads(self, stream: torch.cuda.Stream | None) -> None:
         """Makes a stream wait for all uploads that have begun; without one, the caller."""
-        if self._streaming.started is not None:
-            self._streaming.started.compute.wait_for_uploads(stream)
+        if self._compute.streaming is not None:
+            self._compute.streaming.compute.wait_for_uploads(stream)
 
     def new_disk_reads(self) -> DiskReads:
         """Bring experts of disk into host memory for decoding steps."""
-        policies = [NextUse(1, self._n_experts) for _ in range(self._store.n_layers)]
+        policies = [NextUse(1, self._n_experts) for _ in range(self._places.n_layers)]
         return DiskReads(self._store, policies, self._recorder, self._inject)

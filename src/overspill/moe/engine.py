@@ -6,10 +6,9 @@ reads and writes weights and optimizer states, `memory` counts and limits the me
 streamed from host memory and disk.
 """
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance, RowPlacer
 from overspill.moe.settings import Settings
 from overspill.moe.stage_order import StageOrder
-from overspill.moe.streaming.lazy import LazyStreaming
+from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.moe.streaming.streaming import Streaming
 from overspill.moe.training_step import TrainingStep
 from overspill.parallel.exchange.choice import exchange_among
@@ -88,51 +87,54 @@ class Engine:
             self.lifetime = store.lifetime
             self.records = ExpertRecords(store, residents)
             self.dense = DensePart(device, store.lifetime, placement, recorder, settings.inject)
-            dispatcher = LocalDispatcher(store.computed, device)
-            new_streaming = self._new_streaming(dispatcher, progress, costs)
-            self._streaming = LazyStreaming(new_streaming, settings)
-            undo.callback(self._streaming.close)
-            self.addresses = Addresses(store, residents, self._streaming, recorder, settings.inject)
+            dispatcher = LocalDispatcher(store.places.computed, device)
+            max_rows = settings.max_rows or placement.max_rows
+            compute = self.compute = PooledExperts(
+                store,
+                residents,
+                lambda: self._new_streaming(dispatcher, progress, costs),
+                dispatcher,
+                max_rows,
+                settings.waves,
+            )
+            undo.callback(compute.close)
+            self.addresses = Addresses(store, residents, compute, recorder, settings.inject)
             self._training = self._new_training() if placement.training else None
             self._lock = threading.RLock() if self._training is None else self._training.lock
-            max_rows = settings.max_rows or placement.max_rows
-            self.compute = PooledExperts(
-                store, residents, self._streaming, dispatcher, max_rows, settings.waves
-            )
             self._moves = ExpertMoves(
-                store, residents, self.records, placement, self._training, self._streaming
+                store, residents, self.records, placement, self._training, compute
             )
             self.memory = EngineMemory(
                 part,
                 store,
                 residents,
-                self._streaming,
+                compute,
                 self.dense,
                 self._moves,
                 placement,
                 self._lock,
             )
-            self.stage_order = StageOrder(self._moves, self._streaming, store, self._lock)
+            self.stage_order = StageOrder(self._moves, compute, store, self._lock)
             self.servers: weakref.WeakSet[object] = weakref.WeakSet()
             """Objects that have keys and values of the model."""
             self.rank_rows = self._new_rank_rows()
             """Token rows of other ranks; None: none divide the experts of a layer."""
             self.popularity = Popularity(
-                self.compute, self.stage_order,
+                compute, self.stage_order,
                 lambda: self.settings.popularity == "learned",
             )  # fmt: skip
             undo.pop_all()
 
     def _new_streaming(
         self, dispatcher: LocalDispatcher, progress: Progress | None, costs: ExpertCosts | None
-    ) -> Callable[[Settings], Streaming]:
-        return functools.partial(
-            Streaming,
+    ) -> Streaming:
+        return Streaming(
             self._store,
             dispatcher,
             self.device,
             self.placement,
-            recorder=self.recorder,
+            self.settings,
+            self.recorder,
             updates_at_once=lambda: (
                 self._training is not None and self._training.optimizer.updates_at_once
             ),
@@ -142,11 +144,15 @@ class Engine:
         )
 
     def _new_training(self) -> TrainingStep:
+        def streamed() -> StreamingGradients | None:
+            streaming = self.compute.streaming
+            return None if streaming is None else streaming.gradients
+
         gradients = ExpertGradients(
             self._residents,
             self._store,
             self.settings.threads or usable_cores(),
-            lambda: self._streaming.gradients,
+            streamed,
             lambda keep: self._moves.reserve(keep),
         )
         n_ranks = 1 if self.ranks is None else self.ranks.size
@@ -197,7 +203,7 @@ class Engine:
     @property
     def residents(self) -> list[int]:
         """The number of resident experts of each layer."""
-        return list(self._store.residents)
+        return list(self._store.places.residents)
 
     @property
     def n_moves(self) -> int:
@@ -236,7 +242,8 @@ class Engine:
 
     def recover(self) -> None:
         """Let transfers begin anew after a failure, before a pass or a decoding step."""
-        self._streaming.recover()
+        if self.compute.streaming is not None:
+            self.compute.streaming.recover()
 
     def hint(self, layer: int, expert_ids_TK: Tensor) -> None:
         """Let experts that a pre-gate has chosen for the next forward through a layer be uploaded,
@@ -275,7 +282,8 @@ class Engine:
         if self.rank_rows is not None:
             self.rank_rows.check(settings)
         self.flush()
-        self._streaming.set_settings(settings)  # first: it may refuse them
+        if self.compute.streaming is not None:
+            self.compute.streaming.set_settings(settings)  # first: it may refuse them
         self.settings = settings
         self.compute.grouped = settings.waves
 
@@ -306,21 +314,23 @@ class Engine:
     def check_conserved(self) -> None:
         """Asserts, when idle, that every slot and buffer is accounted for."""
         self.flush()
-        self._store.check_conserved()
-        self._streaming.check_conserved()
+        self._store.places.check_conserved()
+        if self.compute.streaming is not None:
+            self.compute.streaming.check_conserved()
 
     def close(self) -> None:
         """End all threads and free the memory; the experts are gone. A pass in another thread ends
         first, with an error where it waits. No-op in a forked child."""
         if self.lifetime.forked:
             return
-        self._streaming.interrupt()
+        if self.compute.streaming is not None:
+            self.compute.streaming.interrupt()
         with self._lock:
             if self.lifetime.closed:
                 return
             self.lifetime.closed = True
             self.rank_rows = None  # ends the thread of the exchange
-            self._streaming.close()
+            self.compute.close()
             self._residents.wait()
             self._store.close()
             self._residents.close()

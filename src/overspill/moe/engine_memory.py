@@ -11,9 +11,9 @@ from overspill.moe.device_memory import CudaMemory, DeviceMemory
 from overspill.moe.expert_moves import ExpertMoves
 from overspill.moe.memory_limit import MEMORY_LIMITS, ModelMemory
 from overspill.moe.model_part import ModelPart
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.residents.memory import Residents
 from overspill.moe.row_placer import Balance
-from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.plan.budget import Placement
 from overspill.plan.residents import DeviceShare
 from overspill.tiers.store import ExpertStore
@@ -28,7 +28,7 @@ class EngineMemory:
         part: ModelPart,
         store: ExpertStore,
         residents: Residents,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
         dense: DensePart,
         moves: ExpertMoves,
         placement: Placement,
@@ -37,8 +37,9 @@ class EngineMemory:
         """`lock` is that of the engine."""
         self._part = part
         self._store = store
+        self._places = store.places
         self._residents = residents
-        self._streaming = streaming
+        self._compute = compute
         self._dense = dense
         self._moves = moves
         self._placement = placement
@@ -47,13 +48,18 @@ class EngineMemory:
 
     # -- what is used -------------------------------------------------------------------------
 
+    @property
+    def _slot_bytes(self) -> int:
+        """Memory of the device for slots and gradients of streamed experts."""
+        return 0 if self._compute.streaming is None else self._compute.streaming.device_bytes
+
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the experts on the compute device, in host memory and on disk; in host memory
         with those of the dense part, and of gradients for other ranks."""
         shared = self._part.shared
         outbox = 0 if shared is None else shared.own.sizes.outbox
         return {
-            "gpu": self._residents.nbytes + self._streaming.device_bytes,
+            "gpu": self._residents.nbytes + self._slot_bytes,
             "host": self._moves.host_bytes + self._dense.host_bytes + outbox,
             "disk": self._store.memory.disk_bytes,
         }
@@ -81,7 +87,7 @@ class EngineMemory:
         reserved = self.reserved_bytes()
         if self._gpu is None or reserved is None:
             return None
-        experts, slots = self._residents.nbytes, self._streaming.device_bytes
+        experts, slots = self._residents.nbytes, self._slot_bytes
         return {
             "budget": min(self._gpu.budget, self._gpu.available()),
             "reserved": reserved,
@@ -98,13 +104,13 @@ class EngineMemory:
 
     @property
     def uses_disk(self) -> bool:
-        return self._store.disk_slots > 0
+        return self._places.disk_slots > 0
 
     @property
     def cache_slots(self) -> int:
         """Host slots that experts on disk share."""
-        with self._store.lock:  # none is on its way to another expert
-            return self._store.cache_slots
+        with self._store.sync.lock:  # none is on its way to another expert
+            return self._places.cache_slots
 
     @property
     def share(self) -> DeviceShare:
@@ -153,12 +159,12 @@ class EngineMemory:
 
     def describe(self, balance: Balance | None) -> str:
         """One line: the mode, and the place of everything."""
-        placement, store, resident = self._placement, self._store, sum(self._store.residents)
+        placement, store, resident = self._placement, self._store, sum(self._places.residents)
         sizes = {tier: format_size(size) for tier, size in self.bytes_by_tier().items()}
         ranks = self._part.ranks
         rank = "" if ranks is None else f"rank {ranks.rank} of {ranks.size}, "
         device = self._residents.device
-        if self._streaming.started is None:
+        if self._compute.streaming is None:
             mode = "mode gpu: " if device.type == "cuda" else ""
             return (
                 f"{rank}{mode}all {resident} experts"
@@ -167,16 +173,16 @@ class EngineMemory:
             )
         residents = f"{resident} experts and " if resident else ""
         line = (
-            f"{rank}mode {placement.mode}: {len(store.entries)} experts of "
-            f"{format_size(store.layout.weight_bytes)}; {residents}{placement.slots} slots on "
-            f"{device} ({sizes['gpu']}), {store.in_host} in host memory "
+            f"{rank}mode {placement.mode}: {len(self._places.entries)} experts of "
+            f"{format_size(store.memory.layout.weight_bytes)}; {residents}{placement.slots} "
+            f"slots on {device} ({sizes['gpu']}), {self._places.in_host} in host memory "
             f"({format_size(self._moves.host_bytes)})"
         )
-        if store.on_disk:
-            slots = f"{store.cache_slots} host slots"
-            line += f", {store.on_disk} on disk ({sizes['disk']}) through {slots}"
+        if self._places.on_disk:
+            slots = f"{self._places.cache_slots} host slots"
+            line += f", {self._places.on_disk} on disk ({sizes['disk']}) through {slots}"
         if self._part.shared is not None:
-            line += f", those of all {store.experts.n_global} of a layer shared by ranks"
+            line += f", those of all {self._places.experts.n_global} of a layer shared by ranks"
         if balance is not None:
             line += f"; {balance}"
         return line + self._describe_dense()

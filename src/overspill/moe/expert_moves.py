@@ -14,10 +14,10 @@ from overspill.core.sizes import format_size
 from overspill.moe.device_memory import DeviceMemory
 from overspill.moe.layer_pass import LayerPass
 from overspill.moe.memory_limit import MEMORY_LIMITS, MemoryUser
+from overspill.moe.pooled_experts import PooledExperts
 from overspill.moe.records import ExpertRecords
 from overspill.moe.residency import BytesEach, Residency
 from overspill.moe.residents.memory import Residents
-from overspill.moe.streaming.lazy import LazyStreaming
 from overspill.moe.training_step import TrainingStep
 from overspill.plan.budget import Placement
 from overspill.plan.residents import DeviceShare, spread_residents
@@ -40,36 +40,39 @@ class ExpertMoves:
         records: ExpertRecords,
         placement: Placement,
         training: TrainingStep | None,
-        streaming: LazyStreaming,
+        compute: PooledExperts,
     ) -> None:
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._residents = residents
         self._changes = ResidentChanges(store)
         self._records = records
         self._placement = placement
         self._training = training
         self._gradients = None if training is None else training.gradients.memory
-        self._streaming = streaming
+        self._compute = compute
         self._user: MemoryUser | None = None
         self._residency: Residency | None = None
         self.holders: WeakSet[object] = WeakSet()
         """Objects that keep experts from moving by themselves, either to use memory or to follow
         usage."""
-        self.total = len(store.entries)
+        self.total = len(store.places.entries)
         self.most_sums = self.total
         """The most gradients that are accumulated at a time."""
         self.count = 0
         """The number of times that experts have moved."""
-        self._stream_if_needed(sum(store.residents))
+        self._stream_if_needed(sum(store.places.residents))
 
     def _stream_if_needed(self, resident: int) -> None:
         """Start streaming if not all experts are resident: the others need slots and threads."""
         if resident < self.total:
-            self._streaming.start(None if self._gradients is None else self._gradients.keep)
+            self._compute.start_streaming(None if self._gradients is None else self._gradients.keep)
 
     def wait(self) -> None:
         """Wait until every transfer and update has ended."""
-        self._streaming.wait()
+        if self._compute.streaming is not None:
+            self._compute.streaming.wait()
         self._residents.wait()
 
     # -- as the user asks -----------------------------------------------------------------------
@@ -77,13 +80,13 @@ class ExpertMoves:
     def set_residents(self, counts: Sequence[int]) -> None:
         """Set the number of resident experts of each layer. Raises BudgetError if host memory and
         disk have no room for experts that leave the device."""
-        counts, n_local = list(counts), self._store.experts.n_local
-        if len(counts) != self._store.n_layers or not all(0 <= n <= n_local for n in counts):
+        counts, n_local = list(counts), self._places.experts.n_local
+        if len(counts) != self._places.n_layers or not all(0 <= n <= n_local for n in counts):
             raise ConfigError(
-                f"residents={counts} must be {self._store.n_layers} numbers from 0 to {n_local}"
+                f"residents={counts} must be {self._places.n_layers} numbers from 0 to {n_local}"
             )
         with self._change():
-            before = list(self._store.residents)
+            before = list(self._places.residents)
             if self._training is not None:
                 self._training.gradients.residents.residents_changed()
             self._stream_if_needed(sum(counts))
@@ -105,17 +108,17 @@ class ExpertMoves:
             return
         with self._change():
             self._check_swaps(swaps)
-            streaming = self._streaming.started
+            streaming = self._compute.streaming
             assert streaming is not None
             for swap in swaps:
                 self._records.swap(*swap)
-                with self._store.lock:
+                with self._sync.lock:
                     streaming.compute.cursor.counts_ahead.swap(*swap)
 
     def _check_swaps(self, swaps: Sequence[Swap]) -> None:
         if self._residents.has_states:
             raise OrderError("experts with optimizer states cannot be swapped; use set_residents")
-        residents, n_local = self._store.residents, self._store.experts.n_local
+        residents, n_local = self._places.residents, self._places.experts.n_local
         for layer, resident, streamed in swaps:
             known = 0 <= layer < len(residents)
             if not known or not 0 <= resident < residents[layer] <= streamed < n_local:
@@ -130,7 +133,7 @@ class ExpertMoves:
         with DeferredInterrupt(), torch.inference_mode(False), torch.no_grad():
             if self._training is not None:
                 self._training.states.check_empty("the residents of experts cannot be changed")
-            if (streaming := self._streaming.started) is not None:
+            if (streaming := self._compute.streaming) is not None:
                 streaming.recover()
                 streaming.stop_uploads()
             self.wait()
@@ -138,9 +141,9 @@ class ExpertMoves:
                 yield
             finally:  # also after an interrupt
                 self.count += 1
-                self._store.recount_slots()
+                self._places.recount_slots()
                 self._residents.wait()  # the next pass may use another stream
-                if (streaming := self._streaming.started) is not None:
+                if (streaming := self._compute.streaming) is not None:
                     streaming.residents_changed()
 
     def _extend_host(self, missing: int) -> None:
@@ -152,14 +155,14 @@ class ExpertMoves:
             raise BudgetError(
                 f"{missing} experts that leave {self._residents.device} need --host-memory "
                 f"{format_size(need, up=True)}, it is {format_size(self._placement.host_memory)}; "
-                f"raise it{'' if self._store.disk_slots else ', or give a --disk folder'}"
+                f"raise it{'' if self._places.disk_slots else ', or give a --disk folder'}"
             )
         self._changes.extend_host(missing)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the experts and of what streams them."""
-        streaming = self._streaming.started
+        streaming = self._compute.streaming
         return self._store.memory.host_bytes if streaming is None else streaming.host_bytes
 
     # -- to use the memory of the device ----------------------------------------------------------
@@ -167,7 +170,7 @@ class ExpertMoves:
     def fill_memory(self, memory: DeviceMemory, budget: int, user: MemoryUser) -> None:
         """Let as many experts live on the device as `budget` allows, from now on. `user` is the
         model among those that share the device."""
-        planned = sum(self._store.residents) == self._placement.residents  # with their states
+        planned = sum(self._places.residents) == self._placement.residents  # with their states
         if self._gradients is not None:
             self._gradients.may_use_host = True
         size = self._resident_bytes(self._placement.trains_experts, False) if planned else 0
@@ -201,21 +204,21 @@ class ExpertMoves:
     def share(self) -> DeviceShare:
         """Resident experts, and gradients there."""
         gradients = 0 if self._gradients is None else self._gradients.on_device
-        return DeviceShare(sum(self._store.residents), gradients)
+        return DeviceShare(sum(self._places.residents), gradients)
 
     def set_share(self, share: DeviceShare) -> None:
         assert self._user is not None, "the residency that calls this was made for a user"
         with MEMORY_LIMITS.moving(self._user), torch.inference_mode(False):  # memory outlives it
             if self._gradients is not None and self._gradients.on_device != share.gradients:
                 self._gradients.set_on_device(0)  # first: it makes room
-            if share.experts != sum(self._store.residents):
-                n_layers, n_local = self._store.n_layers, self._store.experts.n_local
+            if share.experts != sum(self._places.residents):
+                n_layers, n_local = self._places.n_layers, self._places.experts.n_local
                 self.set_residents(spread_residents(share.experts, n_layers, n_local))
             if self._gradients is not None:
                 self._gradients.set_on_device(share.gradients)
 
     def bytes_each(self) -> BytesEach:
-        weights, gradients = self._store.layout.weight_bytes, self._gradients
+        weights, gradients = self._store.memory.layout.weight_bytes, self._gradients
         if gradients is None:
             return BytesEach(self._resident_bytes(self._residents.has_states, False))
         in_host = gradients.uses_host(gradients.are_kept)
@@ -228,12 +231,12 @@ class ExpertMoves:
     def _resident_bytes(self, states: bool, keep: bool) -> int:
         """Bytes of a resident expert: its record, its kept gradient, and its share of the gradients
         of a layer while they are made."""
-        layout = self._store.layout
+        layout = self._store.memory.layout
         weights = layout.weight_bytes
         if not states:
             return weights
         kept = weights if keep else 0
-        return weights + layout.state_bytes + kept + -(-2 * weights // self._store.n_layers)
+        return weights + layout.state_bytes + kept + -(-2 * weights // self._places.n_layers)
 
     # -- before a pass ----------------------------------------------------------------------------
 
@@ -261,14 +264,14 @@ class ExpertMoves:
 
     def _follow_usage(self) -> None:
         """Make the experts with the most token rows of the last forward resident."""
-        if (streaming := self._streaming.started) is None:
+        if (streaming := self._compute.streaming) is None:
             return
-        with self._store.lock:
-            n_local = self._store.experts.n_local  # not experts of other ranks
+        with self._sync.lock:
+            n_local = self._places.experts.n_local  # not experts of other ranks
             counts = streaming.compute.cursor.last_counts()
             rows = [None if own is None else own[:n_local] for own in counts]
-            most = max(1, _SWAPPED_BYTES // self._store.layout.weight_bytes)
-            found = swaps(rows, self._store.residents, most)
+            most = max(1, _SWAPPED_BYTES // self._store.memory.layout.weight_bytes)
+            found = swaps(rows, self._places.residents, most)
         if not found:
             return
         try:

@@ -6,7 +6,7 @@ from overspill.moe.residents.gradients import ResidentGradients
 from overspill.moe.residents.host_gradients import HostGradients
 from overspill.moe.streaming.gradients import StreamingGradients
 from overspill.plan.residents import spread_among
-from overspill.tiers.store import ExpertStore
+from overspill.tiers.places import ExpertPlaces
 
 
 class GradientMemory:
@@ -16,12 +16,12 @@ class GradientMemory:
 
     def __init__(
         self,
-        store: ExpertStore,
+        places: ExpertPlaces,
         residents: ResidentGradients,
         streaming: Callable[[], StreamingGradients | None],
     ) -> None:
         """`streaming` gives None if all experts are resident for good."""
-        self._store = store
+        self._places = places
         self._residents = residents
         self._streaming = streaming
         self.keep: bool | None = None
@@ -39,8 +39,9 @@ class GradientMemory:
     def uses_host(self, keep: bool) -> bool:
         """Whether gradients of resident experts are kept in host memory if the optimizer keeps
         gradients: if each of them has a host slot, and nothing is added to them."""
-        store = self._store
-        has_slots = store.host_slots >= len(store.entries) and not store.disk_slots
+        has_slots = (
+            self._places.host_slots >= len(self._places.entries) and not self._places.disk_slots
+        )
         return keep and self.may_use_host and has_slots and not self.accumulates
 
     def host(self) -> HostGradients | None:
@@ -61,6 +62,6 @@ class GradientMemory:
 
     def set_on_device(self, count: int) -> None:
         if self.host() is not None:
-            self._residents.keep_on_device(spread_among(count, self._store.residents))
+            self._residents.keep_on_device(spread_among(count, self._places.residents))
         elif (streaming := self._streaming()) is not None:
             streaming.on_device.resize(count)

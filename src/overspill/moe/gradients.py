@@ -39,11 +39,12 @@ class ExpertGradients(GradientSink):
     ) -> None:
         """`streaming` gives None if all experts are resident for good. `reserve` is called before
         memory for states, and for gradients that are kept, is allocated on the device."""
-        n_local = store.experts.n_local
+        n_local = store.places.experts.n_local
         self.residents = ResidentGradients(residents, n_local, threads, lambda: self.memory.host())
-        self.memory = GradientMemory(store, self.residents, streaming)
+        self.memory = GradientMemory(store.places, self.residents, streaming)
         self._resident_memory = residents
         self._store = store
+        self._places = store.places
         self._streaming = streaming
         self._reserve = reserve
 
@@ -61,7 +62,7 @@ class ExpertGradients(GradientSink):
         return [self.residents] if streaming is None else [self.residents, streaming]
 
     def _sink(self, layer: int, position: int) -> GradientSink:
-        return self.residents if position < self._store.residents[layer] else self.streamed
+        return self.residents if position < self._places.residents[layer] else self.streamed
 
     # -- memory -------------------------------------------------------------------------------
 
@@ -144,15 +145,15 @@ class ExpertGradients(GradientSink):
         return {number for sink in self._sinks for number in sink.kept()}
 
     def change_kept(self, number: int, change: Callable[[Tensor], None]) -> None:
-        entry = self._store.entries[number]
-        sink = self._sink(entry.id.layer, self._store.position(entry))
+        entry = self._places.entries[number]
+        sink = self._sink(entry.id.layer, self._places.position(entry))
         sink.change_kept(number, change)
 
     def add_replicas(self, replicas: Ranks) -> None:
         """Replace the kept gradient of each expert by its sum over the nodes that hold the expert:
         the same bits on all. An expert that no replica has a gradient of gets none. Entered by all
         replicas, whose experts are the same; waits for them."""
-        kept, entries = self.kept(), sorted(self._store.entries, key=lambda entry: entry.id)
+        kept, entries = self.kept(), sorted(self._places.entries, key=lambda entry: entry.id)
         has = replicas.largest([entry.number in kept for entry in entries])
         for found, entry in zip(has, entries, strict=True):
             if found:
@@ -165,7 +166,7 @@ class ExpertGradients(GradientSink):
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all kept gradients; waits for them."""
         self._store.lifetime.check()
-        id_of = self._store.id_of
+        id_of = self._places.id_of
         return total_of_squares({id_of(n): square for n, square in self.squares().items()})
 
     def check(self, kept: Mapping[int, AdamHyper]) -> None:

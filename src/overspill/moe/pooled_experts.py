@@ -1,6 +1,6 @@
 """The experts of a model for its passes: resident ones, then streamed ones."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from overspill.moe.residents.memory import Residents
 from overspill.moe.residents.waves import resident_waves
 from overspill.moe.streaming.compute import StreamingCompute
 from overspill.moe.streaming.cpu_experts import CpuExperts
-from overspill.moe.streaming.lazy import LazyStreaming
+from overspill.moe.streaming.streaming import Streaming
 from overspill.tiers.store import ExpertStore
 
 
@@ -20,7 +20,8 @@ class PooledExperts:
     """The compute side of the engine: resident experts, and the streamer that brings the others to
     the device, or lets the CPU compute them.
 
-    If all experts are resident there is no streamer. Then a whole layer is one wave, if its
+    Streaming, which has slots and threads, starts when an expert is not resident. If all experts
+    are resident there is no streamer. Then a whole layer is one wave, if its
     activations fit; the host needs no counts and does not wait for the device. Experts are named by
     their local positions; `dispatcher` maps the router's ids to them.
     """
@@ -29,7 +30,7 @@ class PooledExperts:
         self,
         store: ExpertStore,
         residents: Residents,
-        streaming: LazyStreaming,
+        new_streaming: Callable[[], Streaming],
         dispatcher: Dispatcher,
         max_rows: int,
         grouped: bool,
@@ -37,16 +38,37 @@ class PooledExperts:
         """`grouped` lets a wave have several experts."""
         self._store = store
         self._residents = residents
-        self._streaming = streaming
+        self.streaming: Streaming | None = None
+        """None if all experts have been resident from the beginning."""
+        self._new_streaming = new_streaming
         self.dispatcher = dispatcher
         self.max_rows = max_rows  # token rows of a wave, which bound its activations
         self.grouped = grouped
 
+    def start_streaming(self, keep: bool | None) -> None:
+        """Start streaming, once. `keep` is whether the optimizer keeps gradients; None: there is no
+        optimizer yet."""
+        if self.streaming is not None:
+            return
+        streaming = self._new_streaming()
+        try:
+            if keep is not None and streaming.gradients is not None:
+                streaming.gradients.allocate(keep)
+        except BaseException:
+            streaming.close()
+            raise
+        self.streaming = streaming
+
+    def close(self) -> None:
+        """End the threads of streaming."""
+        if self.streaming is not None:
+            self.streaming.close()
+
     @property
     def streamer(self) -> StreamingCompute | None:
         """The streamer; None while all experts are resident."""
-        streaming, store = self._streaming.started, self._store
-        if streaming is None or sum(store.residents) == len(store.entries):
+        streaming, store = self.streaming, self._store
+        if streaming is None or sum(store.places.residents) == len(store.places.entries):
             return None
         return streaming.compute
 

@@ -36,10 +36,11 @@ class RankRows:
         conditions: Callable[[], PassConditions],
     ) -> None:
         self._store, self._placer, self._conditions = store, placer, conditions
+        self._places = store.places
         self._device = exchange.device
-        self._n_experts = store.experts.n_global
+        self._n_experts = store.places.experts.n_global
         self.exchange = RowExchange(exchange, self._n_experts, placer.place, self._divide)
-        layout = store.layout
+        layout = store.memory.layout
         self._received = ReceivedRows(exchange, layout.shape, layout.dtype)
         self._n_ranks = exchange.size
         self.check(conditions().settings)
@@ -52,14 +53,14 @@ class RankRows:
 
     def route(self, layer: int, expert_ids_TK: Tensor) -> SentRows:
         """Tell all ranks which rows they get."""
-        experts, own = self._store.maps[layer], self._store.experts.local_ids
+        experts, own = self._places.maps[layer], self._places.experts.local_ids
         positions = () if experts.in_order else [*map(experts.position, own)]
         store = self._store
-        with store.lock:  # the versions that updates which have begun will give the experts
-            versions = [entry.version for entry in store.layer_entries(layer)]
+        with store.sync.lock:  # the versions that updates which have begun will give the experts
+            versions = [entry.version for entry in self._places.layer_entries(layer)]
         rows = self.exchange.route(expert_ids_TK, versions, positions)
-        with store.lock:
-            store.remote_experts.expect(layer, rows.versions)
+        with store.sync.lock:
+            self._places.remote_experts.expect(layer, rows.versions)
         return rows
 
     def _divide(self, rows_GE: Rows, order_GE: Rows) -> Rows:
@@ -76,12 +77,14 @@ class RankRows:
         backward."""
         assert layer_pass.sent is not None
         store, now = self._store, self._conditions()
-        n_streamed = -(-(len(store.entries) - sum(store.residents)) // store.n_layers)
+        n_streamed = -(
+            -(len(self._places.entries) - sum(self._places.residents)) // self._places.n_layers
+        )
         return self._received.keeps(
             now.settings.received_rows,
             layer_pass.sent.most_rows,
-            store.n_layers,
-            n_streamed * store.layout.weight_bytes,
+            self._places.n_layers,
+            n_streamed * store.memory.layout.weight_bytes,
             layer_pass.trained,
             now.free_memory,
         )

@@ -25,6 +25,7 @@ class ExpertRecords:
 
     def __init__(self, store: ExpertStore, residents: Residents) -> None:
         self._store = store
+        self._places = store.places
         self._residents = residents
         self._changes = ResidentChanges(store)
         self.saved_to: Path | None = None
@@ -35,7 +36,7 @@ class ExpertRecords:
 
     @property
     def layout(self) -> RecordLayout:
-        return self._store.layout
+        return self._store.memory.layout
 
     @property
     def packed(self) -> bool:
@@ -44,12 +45,12 @@ class ExpertRecords:
 
     @property
     def weights_bytes(self) -> int:
-        return len(self._store.entries) * self.layout.weight_bytes
+        return len(self._places.entries) * self.layout.weight_bytes
 
     def ids(self) -> Iterator[ExpertId]:
         """All local experts, lowest layer first."""
-        for layer in range(self._store.n_layers):
-            for global_id in self._store.experts.local_ids:
+        for layer in range(self._places.n_layers):
+            for global_id in self._places.experts.local_ids:
                 yield ExpertId(layer, global_id)
 
     def mark_saved(self, folder: Path) -> None:
@@ -65,10 +66,10 @@ class ExpertRecords:
         """The record of an expert where it is now. The only place that asks whether an expert is
         resident."""
         self._store.lifetime.check()
-        position = self._store.maps[expert.layer].position(expert.index)
-        if position < self._store.residents[expert.layer]:
+        position = self._places.maps[expert.layer].position(expert.index)
+        if position < self._places.residents[expert.layer]:
             return _DeviceRecord(self._residents[expert.layer], position)
-        return _HostRecord(self._store, self._store.entry(expert))
+        return _HostRecord(self._store, self._places.entry(expert))
 
     def fill(
         self, fill: Callable[[ExpertId, Tensor], None], workers: int = 1, on_host: bool = False
@@ -122,16 +123,16 @@ class ExpertRecords:
         transferred, and no gradient is kept."""
         try:
             self._residents.resize(layer, count)
-            for position in range(self._store.residents[layer], count):
+            for position in range(self._places.residents[layer], count):
                 self._copy_to_device(layer, position)
             self._residents.wait()  # the host slots are given to others
             self._changes.leave_host(layer, count)
         except BaseException:
-            self._residents.resize(layer, self._store.residents[layer])
+            self._residents.resize(layer, self._places.residents[layer])
             raise
 
     def _copy_to_device(self, layer: int, position: int) -> None:
-        records, entry = self._residents[layer], self._store.at(layer, position)
+        records, entry = self._residents[layer], self._places.at(layer, position)
         weights = self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
         records.weights[position].copy_(weights)
         if records.states:
@@ -145,25 +146,28 @@ class ExpertRecords:
         others."""
         records = self._residents[layer]
         try:
-            for position in reversed(range(count, self._store.residents[layer])):
+            for position in reversed(range(count, self._places.residents[layer])):
                 parts = {Part.WEIGHTS, Part.STATES} & self._store.memory.slabs.keys()
                 fills = {part: self._copier(records, position, part) for part in sorted(parts)}
-                self._changes.enter_host(self._store.at(layer, position), fills)
+                self._changes.enter_host(self._places.at(layer, position), fills)
         finally:
-            self._residents.resize(layer, self._store.residents[layer])
+            self._residents.resize(layer, self._places.residents[layer])
 
     def swap(self, layer: int, resident: int, streamed: int) -> None:
         """Swaps a resident expert and a streamed one. While nothing is computed or transferred, and
         there are no optimizer states."""
         store, row = self._store, self._residents[layer].weights[resident]
-        entries = store.at(layer, resident), store.at(layer, streamed)
-        with store.lock:
+        entries = self._places.at(layer, resident), self._places.at(layer, streamed)
+        with store.sync.lock:
             host = self.layout.weights(self._changes.load_weights(entries[1]))
-            before, map_before = (row.clone(), host.to(row.device, copy=True)), store.maps[layer]
+            before, map_before = (
+                (row.clone(), host.to(row.device, copy=True)),
+                self._places.maps[layer],
+            )
             try:
                 self._changes.swap(*entries, lambda: _copy_pair(before[::-1], (row, host)))
             except BaseException:
-                if store.maps[layer] is map_before:
+                if self._places.maps[layer] is map_before:
                     _copy_pair(before, (row, host))
                 raise
 
@@ -220,24 +224,24 @@ class _HostRecord(NamedTuple):
     entry: Entry
 
     def weights(self) -> Tensor:
-        return self.store.layout.weights(self.store.read_part(self.entry, Part.WEIGHTS))
+        return self.store.memory.layout.weights(self.store.read_part(self.entry, Part.WEIGHTS))
 
     def fill(self, fill: Callable[[Tensor], None], _: threading.local | None) -> None:
-        weights = self.store.layout.weights
+        weights = self.store.memory.layout.weights
         self.store.set_part(self.entry, Part.WEIGHTS, lambda memory: fill(weights(memory)))
 
     def write_weights(self, fill: Callable[[Tensor], None]) -> None:
-        store, layout = self.store, self.store.layout
+        store, layout = self.store, self.store.memory.layout
         store.write_part(self.entry, Part.WEIGHTS, lambda memory: fill(layout.weights(memory)))
         if layout.dtype == torch.bfloat16 and Part.STATES in store.memory.slabs:
             self.write_state("low", torch.zeros((), dtype=torch.int16))
 
     def state(self, name: str) -> Tensor:
-        return self.store.layout.state(self.store.read_part(self.entry, Part.STATES), name)
+        return self.store.memory.layout.state(self.store.read_part(self.entry, Part.STATES), name)
 
     def write_state(self, name: str, value: Tensor) -> None:
         def fill(memory: Tensor) -> None:
-            self.store.layout.state(memory, name).copy_(value)
+            self.store.memory.layout.state(memory, name).copy_(value)
 
         self.store.write_part(self.entry, Part.STATES, fill)
 

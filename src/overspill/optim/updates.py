@@ -113,11 +113,12 @@ class Updates:
     ) -> None:
         """At most `threads` cores are used. Nothing can be submitted before `start`."""
         self._store = store
-        no_buffers = HostSlab("gradient buffers", 0, store.layout.weight_bytes, pinned=False)
-        self.ring = GradientRing(store, no_buffers)
+        self._sync = store.sync
+        no_buffers = HostSlab("gradient buffers", 0, store.memory.layout.weight_bytes, pinned=False)
+        self.ring = GradientRing(store.sync, no_buffers)
         self._squares = squares
         self._added_squares = added_squares
-        cores = min(threads, max(1, store.layout.shape.numel // _PER_CORE))
+        cores = min(threads, max(1, store.memory.layout.shape.numel // _PER_CORE))
         self._at_once = threads // cores  # updates, each in a thread of its own
         self._threads = threads // self._at_once  # of one pass
         self.seconds = 0.0
@@ -153,11 +154,11 @@ class Updates:
     def submit(self, update: Update) -> None:
         """Queues an update, whose expert keeps its host slot until then."""
         assert self.is_started, "no optimizer is attached"
-        with self._store.lock:
+        with self._sync.lock:
             self._store.hold(update.entry)
             self._submitted.append(update)  # the rest is done by threads that Ctrl-C does not reach
             if not self._watched:  # else the thread that waits for an earlier one goes on to this
-                self._store.wake_update()
+                self._sync.wake_update()
 
     def waiting(self) -> Iterable[tuple[Entry, Part]]:
         """Return experts whose update waits for parts on disk, under the lock. Experts with a host
@@ -176,7 +177,7 @@ class Updates:
         return len(self._submitted) + len(self._pending)
 
     def wait_idle(self) -> None:
-        self._store.wait(self.idle, "pending expert updates (update threads)")
+        self._sync.wait(self.idle, "pending expert updates (update threads)")
 
     def wait_for(self, entry: Entry) -> None:
         """Blocks until every submitted update of an expert was carried out."""
@@ -185,7 +186,7 @@ class Updates:
             submitted = any(update.entry is entry for update in self._submitted)
             return not submitted and entry.number not in self._pending
 
-        self._store.wait(is_idle, "pending updates of an expert (update threads)")
+        self._sync.wait(is_idle, "pending updates of an expert (update threads)")
 
     def _queue(self) -> None:
         while self._submitted:
@@ -214,7 +215,7 @@ class Updates:
                 still.append(queued)
         self._waiting = still
         if still:
-            self._store.request_transfers()
+            self._store.disk.request_transfers()
         return self._pop()
 
     def _pop(self) -> _Queued | None:
@@ -231,14 +232,14 @@ class Updates:
             heapq.heappush(self._ready, one)
         unwatched = (self._arriving and not self._watched) or (self._of_ranks and not self._polled)
         if found is not None and (self._ready or unwatched):
-            self._store.wake_update()  # another thread may take the next one, or wait for it
+            self._sync.wake_update()  # another thread may take the next one, or wait for it
         return found
 
     def _run(self) -> None:
         try:
             while True:
                 queued = arriving = None
-                with self._store.lock:
+                with self._sync.lock:
                     while (queued := self._next()) is None:
                         if self._arriving and not self._watched:
                             self._watched, arriving = True, self._arriving[0].update.arrived
@@ -252,17 +253,17 @@ class Updates:
                 elif arriving is not None:
                     self._watch(arriving)
         except BaseException as error:  # a thread may wait for an update
-            self._store.fail(error)
+            self._sync.fail(error)
 
     def _wait(self) -> None:
         """Under the lock: sleeps until there may be work. One thread looks for gradients of other
         ranks, which cannot wake it."""
         if not self._of_ranks or self._polled:
-            self._store.wait_updates()
+            self._sync.wait_updates()
             return
         self._polled = True
         try:
-            self._store.wait_updates(poll=True)
+            self._sync.wait_updates(poll=True)
         finally:
             self._polled = False
 
@@ -271,7 +272,7 @@ class Updates:
         try:
             arriving.wait()
         finally:
-            with self._store.lock:
+            with self._sync.lock:
                 self._watched = False
 
     def _carry_out(self, update: Update) -> None:
@@ -283,7 +284,7 @@ class Updates:
             update.then()
 
     def _update(self, update: Update) -> None:
-        entry, layout = update.entry, self._store.layout
+        entry, layout = update.entry, self._store.memory.layout
         if self._inject is not None:
             self._inject("optimizer")
         label = f"expert {entry.id.layer}.{entry.id.index}"
@@ -328,7 +329,7 @@ class Updates:
         self._squares[entry.number] = form_gradient(copied, kept, self._threads)
 
     def _factors(self, memory: Tensor, place: FactorRows) -> Factors:
-        shape = self._store.layout.shape
+        shape = self._store.memory.layout.shape
         size = factor_row_bytes(shape, memory.dtype) // memory.itemsize
         used = memory[place.first * size : (place.first + place.rows) * size]
         return Factors(used, place.rows, shape)
@@ -347,7 +348,7 @@ class Updates:
             self._squares[number] = first.square if finite else math.nan
             self._added_squares[number] = 0.0
             if update.hyper is None:
-                into = self._store.layout.weights(self._store.host(update.entry, Part.GRADS))
+                into = self._store.memory.layout.weights(self._store.host(update.entry, Part.GRADS))
                 into.copy_(first.gradient)
         for part in rest[:-1]:
             accumulate_(into, part.gradient, self._threads)
@@ -364,7 +365,7 @@ class Updates:
         adamw_(self._record(entry), first, hyper, self._threads, added=second)
 
     def _record(self, entry: Entry) -> RecordState:
-        layout = self._store.layout
+        layout = self._store.memory.layout
         states = self._store.host(entry, Part.STATES)
         views = {section.name: layout.state(states, section.name) for section in layout.sections}
         return RecordState(
@@ -376,7 +377,7 @@ class Updates:
 
     def _finish(self, queued: _Queued) -> None:
         update, entry = queued.update, queued.update.entry
-        with self._store.lock:
+        with self._sync.lock:
             pending = self._pending[queued.key]
             pending.popleft()
             if not pending:
@@ -388,9 +389,9 @@ class Updates:
             self._store.release(entry)
 
     def close(self) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._closed = True
-            self._store.wake_updates()
+            self._sync.wake_updates()
         for worker in self._workers:
             if worker is not threading.current_thread():  # a finalizer may run in any thread
                 worker.join()

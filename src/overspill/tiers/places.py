@@ -6,11 +6,10 @@ from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
 from overspill.tiers.entry import Entry, Part
 from overspill.tiers.remote_experts import RemoteExperts
-from overspill.tiers.replicas import Replicas
 from overspill.tiers.worker_sync import WorkerSync
 
 
-class ExpertPlaces(WorkerSync):
+class ExpertPlaces:
     """The entries of all local experts, and the slots of streamed ones.
 
     The first `residents[layer]` experts of each layer live on the compute device and have no slots
@@ -20,16 +19,16 @@ class ExpertPlaces(WorkerSync):
 
     def __init__(
         self,
+        sync: WorkerSync,
         n_layers: int,
         experts: ExpertMap,
         permanent_slots: int,
         cache_slots: int,
         residents: list[int] | None,
         spare_records: int,
-        watchdog_seconds: float,
     ) -> None:
         """If there are experts on disk, `spare_records` further ones find room there."""
-        super().__init__(watchdog_seconds)
+        self._sync = sync
         self.experts = experts
         self.maps = [experts] * n_layers
         """The expert at each position of each layer."""
@@ -47,7 +46,6 @@ class ExpertPlaces(WorkerSync):
         self.entries = self._number_entries(count)
         self.remote_experts = RemoteExperts(n_layers)
         """Experts of other ranks that this one can upload. They are no `entries`."""
-        self.replicas = Replicas()
         self._cached: dict[Entry, None] = {}
         self.recount_slots()
 
@@ -135,11 +133,12 @@ class ExpertPlaces(WorkerSync):
         return self._cached
 
     def disk_busy(self) -> bool:
+        """Whether a part of an expert is being read or written. Called under the lock."""
         return any(entry.io for entry in self._cached)
 
     def touch(self, entry: Entry) -> None:
         """Note that the expert is needed, for the choice of the least recently used."""
-        with self.lock:
+        with self._sync.lock:
             if entry in self._cached:
                 del self._cached[entry]
                 self._cached[entry] = None
@@ -150,7 +149,7 @@ class ExpertPlaces(WorkerSync):
         """Give the expert a host slot: a free one, or that of the least recently used expert, or
         the first in `order`, that is not among the `needed` and not in use. False if there is
         none."""
-        with self.lock:
+        with self._sync.lock:
             assert entry.host_slot is None
             if not self.free_slots:
                 held = self._cached if order is None else (e for e in order if e in self._cached)
@@ -174,7 +173,7 @@ class ExpertPlaces(WorkerSync):
 
     def recount_slots(self) -> None:
         """Derive the free slots from the entries: at the beginning and after an interrupt."""
-        with self.lock:
+        with self._sync.lock:
             for layer, count in enumerate(self.residents):
                 for entry in self.layer_entries(layer)[:count]:
                     entry.host_slot = entry.disk_slot = None
@@ -193,7 +192,7 @@ class ExpertPlaces(WorkerSync):
 
     def check_conserved(self) -> None:
         """Asserts, when idle, that every host slot is either free or held by exactly one expert."""
-        with self.lock:
+        with self._sync.lock:
             held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
             slots = sorted([*held, *self.free_slots])
             assert slots == list(range(self.host_slots)), "host slots leaked"

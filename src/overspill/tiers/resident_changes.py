@@ -13,47 +13,48 @@ class ResidentChanges:
 
     def __init__(self, store: ExpertStore) -> None:
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
 
     def missing_slots(self, count: int) -> int:
         """The number of host slots that must be added before `count` experts can leave the
         device."""
-        store = self._store
-        with store.lock:
-            to_host = count - len(store.free_records)
-            missing = to_host + store.least_cache - len(store.free_slots)
+        with self._sync.lock:
+            to_host = count - len(self._places.free_records)
+            missing = to_host + self._places.least_cache - len(self._places.free_slots)
             return max(0, missing) if to_host > 0 else 0
 
     def extend_host(self, count: int) -> None:
         """Add host slots."""
-        store = self._store
-        with store.lock:
-            slots = store.host_slots + count
-            store.memory.extend(slots)
-            store.free_slots += range(store.host_slots, slots)
-            store.host_slots = slots
+        with self._sync.lock:
+            slots = self._places.host_slots + count
+            self._store.memory.extend(slots)
+            self._places.free_slots += range(self._places.host_slots, slots)
+            self._places.host_slots = slots
 
     def empty_cache(self) -> None:
         """Take experts on disk out of their host slots."""
-        with self._store.lock:
-            for entry in list(self._store.cached()):
-                self._store.write_back(entry)
-                self._store.evict(entry)
+        with self._sync.lock:
+            for entry in list(self._places.cached()):
+                self._store.disk.write_back(entry)
+                self._places.evict(entry)
 
     def leave_host(self, layer: int, count: int) -> None:
         """Make the first `count` experts of a layer resident: free their host slots and disk
         slots."""
-        with self._store.lock:
-            self._store.residents[layer] = count
-            self._store.recount_slots()
+        with self._sync.lock:
+            self._places.residents[layer] = count
+            self._places.recount_slots()
 
     def enter_host(self, entry: Entry, fills: Mapping[Part, Callable[[Tensor], None]]) -> None:
         """Give the last resident expert of a layer a host slot or a disk slot; `fills` write its
         parts."""
-        store, layer = self._store, entry.id.layer
-        with store.lock:
-            assert store.position(entry) == store.residents[layer] - 1
-            in_host = len(store.free_slots) > store.least_cache  # experts on disk need some
-            free = store.free_slots if in_host else store.free_records
+        store, places, layer = self._store, self._places, entry.id.layer
+        with self._sync.lock:
+            assert places.position(entry) == places.residents[layer] - 1
+            # experts on disk need some
+            in_host = len(places.free_slots) > places.least_cache
+            free = places.free_slots if in_host else places.free_records
             for part, fill in fills.items():
                 if in_host:
                     fill(store.memory.slabs[part][free[-1]])
@@ -64,17 +65,17 @@ class ResidentChanges:
             else:
                 entry.disk_slot = free[-1]
             entry.version += 1
-            store.residents[layer] -= 1  # until now it was on the device, whatever came
+            places.residents[layer] -= 1  # until now it was on the device, whatever came
             free.pop()
 
     def load_weights(self, entry: Entry) -> Tensor:
         """Return the weights in the expert's host slot, which an expert on disk gets now."""
         store = self._store
-        with store.lock:
+        with self._sync.lock:
             if not entry.readable:
-                if entry.host_slot is None and not store.assign_host_slot(entry, ()):
+                if entry.host_slot is None and not self._places.assign_host_slot(entry, ()):
                     self.empty_cache()  # what is not yet on disk is written now
-                    store.assign_host_slot(entry, ())
+                    self._places.assign_host_slot(entry, ())
                 assert entry.disk_slot is not None
                 memory = store.host(entry, Part.WEIGHTS)
                 store.memory.files[Part.WEIGHTS].read(entry.disk_slot, memory)
@@ -84,12 +85,12 @@ class ResidentChanges:
     def swap(self, resident: Entry, streamed: Entry, copy: Callable[[], None]) -> None:
         """Swap two experts of a layer, one resident and one in a host slot: `copy` swaps their
         weights. If it raises, the caller has the old weights."""
-        store, layer = self._store, resident.id.layer
-        with store.lock:
-            new = store.maps[layer].swapped(store.position(resident), store.position(streamed))
+        places, layer = self._places, resident.id.layer
+        with self._sync.lock:
+            new = places.maps[layer].swapped(places.position(resident), places.position(streamed))
             streamed.version += 1  # the copy on the GPU is out of date
             if streamed.on_disk:
                 streamed.dirty |= Part.WEIGHTS
             copy()
-            store.maps[layer] = new
+            places.maps[layer] = new
             resident.id, streamed.id = streamed.id, resident.id

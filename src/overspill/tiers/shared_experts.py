@@ -87,6 +87,10 @@ class SharedExperts:
     def own(self) -> RankMemory:
         return self.memories[self.rank]
 
+    def progress(self) -> int:
+        """A number that changes with each version of weights that a rank publishes."""
+        return sum(int(memory.versions.sum()) for memory in self.memories)
+
     def close(self) -> None:
         for memory in self.memories:
             memory.close()

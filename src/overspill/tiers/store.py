@@ -1,24 +1,25 @@
 """The store of a model's experts: the memory, the record files, the entries (the slots of each
 expert, and which of its parts are valid in host memory or newer than on disk) and the lock that
-guards them. Every change of an entry is a method here, in `ExpertPlaces`, or in a part of the
-store: `DecodingSlots`, `ResidentChanges`."""
+guards them. Every change of an entry is a method here or in a part of the store: `ExpertPlaces`,
+`DiskTransfers`, `DecodingSlots`, `ResidentChanges`."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torch import Tensor
 
-from overspill.core.errors import DiskError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.lifetime import Lifetime
+from overspill.tiers.disk_transfers import DiskTransfers
 from overspill.tiers.entry import Entry, Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.places import ExpertPlaces
 from overspill.tiers.record_memory import RecordMemory
 from overspill.tiers.remote_experts import RemoteExpert, RemoteExperts
+from overspill.tiers.replicas import Replicas
 from overspill.tiers.shared_experts import SharedExperts
 from overspill.tiers.slab import Progress
-from overspill.tiers.worker_sync import WATCHDOG_SECONDS
+from overspill.tiers.worker_sync import WATCHDOG_SECONDS, WorkerSync
 
 
 class _Issuing:
@@ -28,7 +29,7 @@ class _Issuing:
         return False
 
 
-class ExpertStore(ExpertPlaces):
+class ExpertStore:
     """The entries of all local experts, and the host slots and disk records of streamed ones."""
 
     def __init__(
@@ -48,46 +49,36 @@ class ExpertStore(ExpertPlaces):
     ) -> None:
         """`shared` is memory for the weights that other ranks read. All experts are in host memory
         then."""
-        super().__init__(
-            n_layers,
-            experts,
-            permanent_slots,
-            cache_slots,
-            residents,
-            spare_records,
-            watchdog_seconds,
+        self.sync = WorkerSync(watchdog_seconds)
+        """The lock of all entries, and waits of threads for each other."""
+        places = self.places = ExpertPlaces(
+            self.sync, n_layers, experts, permanent_slots, cache_slots, residents, spare_records
         )
-        self._unreadable: dict[Entry, OSError] = {}  # the last read has failed
+        self.sync.disk_busy = places.disk_busy
+        self.replicas = Replicas()
         self.lifetime = Lifetime()
-        self._on_change: Callable[[], None] | None = None
         self._shared = shared
         weights = None if shared is None else shared.own.weights
-        self.memory = RecordMemory(layout, self.disk_slots, pinned, disk, progress, weights)
+        self.memory = RecordMemory(layout, places.disk_slots, pinned, disk, progress, weights)
+        self.disk = DiskTransfers(self.sync, self.memory)
         try:
             self.allocate(Part.WEIGHTS, background=True)  # pinned while the slots are filled
             if shared is not None:
-                assert self.permanent_slots == len(self.entries), (
-                    "all experts must be in host memory"
-                )
-                self.remote_experts = RemoteExperts.of_ranks(
-                    shared, n_layers, len(self.entries), pinned
-                )
+                count = len(places.entries)
+                assert places.permanent_slots == count, "all experts must be in host memory"
+                places.remote_experts = RemoteExperts.of_ranks(shared, n_layers, count, pinned)
+                self.sync.remote_progress = shared.progress
         except BaseException:
             self.close()  # leaves no file behind
             raise
 
-    @property
-    def layout(self) -> RecordLayout:
-        """The layout of records; the optimizer may change that of states before they exist."""
-        return self.memory.layout
-
     def allocate(self, part: Part, background: bool = False) -> None:
         """Allocate the memory and disk space for `part` of every expert, once."""
-        with self.lock:
+        with self.sync.lock:
             if part in self.memory.slabs:
                 return
-            self.memory.allocate(part, self.host_slots, background)
-            for entry in self.entries:
+            self.memory.allocate(part, self.places.host_slots, background)
+            for entry in self.places.entries:
                 if entry.host_slot is not None and not entry.on_disk:
                     entry.valid |= part
 
@@ -100,85 +91,51 @@ class ExpertStore(ExpertPlaces):
         assert entry.host_slot is not None
         return self.memory.slabs[part][entry.host_slot]
 
-    def unused_memory(self, part: Part) -> list[Tensor]:
-        """The memory of the free host slots, until residents are changed. There must be no experts
-        on disk, which would use it."""
-        assert not self.disk_slots
-        return [self.memory.slabs[part][slot] for slot in self.free_slots]
-
     def wait_allocated(self) -> None:
         """Block until all memory is allocated and pinned."""
         self.memory.wait_allocated()
-        for slab in self.remote_experts.slabs:
+        for slab in self.places.remote_experts.slabs:
             slab.wait_allocated()
 
     def close(self) -> None:
         self.lifetime.closed = True
-        self.remote_experts.close()
+        self.places.remote_experts.close()
         self.memory.close()
         if self._shared is not None:
             self._shared.close()
-
-    # -- versions of weights that ranks share ------------------------------------------------
-
-    def wait_uploader(self, poll: bool = False) -> None:
-        before = self._progress_of_others() if poll else 0
-        super().wait_uploader(poll)
-        if poll and self._progress_of_others() != before:
-            self.wake_main()  # its watchdog sees that other ranks are alive
-
-    def _progress_of_others(self) -> int:
-        memories = () if self._shared is None else self._shared.memories
-        return sum(int(memory.versions.sum()) for memory in memories)
 
     def _publish(self, entry: Entry) -> None:
         """Let other ranks read the weights."""
         if self._shared is not None:
             self._shared.own.versions[entry.number] = entry.version
 
-    # -- disk transfers that wait for a change ---------------------------------------------
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call `listener` under the lock whenever a change may let a disk transfer start."""
-        self._on_change = listener
-
-    def request_transfers(self) -> None:
-        """Let disk transfers start, after a change of what is needed in host memory."""
-        with self.lock:
-            if self._on_change is not None:
-                self._on_change()
-
-    def _changed(self, entry: Entry) -> None:
-        if entry.on_disk:
-            self.request_transfers()
-
     # -- users of a host slot --------------------------------------------------------------
 
     def hold(self, entry: Entry) -> None:
         """Keep the expert in its host slot until `release`."""
-        with self.lock:
+        with self.sync.lock:
             entry.holds += 1
 
     def release(self, entry: Entry) -> None:
-        with self.lock:
+        with self.sync.lock:
             entry.holds -= 1
-            self._changed(entry)
-            self.wake_main()
+            self.disk.entry_changed(entry)
+            self.sync.wake_main()
 
     def begin_upload(self, entry: Entry) -> None:
         """Keep the host slot while a copy out of it is being issued."""
-        with self.lock:
+        with self.sync.lock:
             entry.upload = _Issuing()
 
     def end_upload(self, entry: Entry, copy: Reader) -> None:
         """Keep the host slot, for a copy that was issued, until `copy` is done."""
-        with self.lock:
+        with self.sync.lock:
             entry.upload = copy
 
     def begin_copy(self, entry: Entry, copy: Reader) -> bool:
         """Keep the host slot until `copy`, for decoding steps, is done; False if the weights are
         not there, or another such copy reads them."""
-        with self.lock:
+        with self.sync.lock:
             if not entry.readable or not (entry.copy is None or entry.copy.done()):
                 return False
             if entry.on_disk:
@@ -187,32 +144,32 @@ class ExpertStore(ExpertPlaces):
 
     def upload_done(self, entry: Entry) -> None:
         """Let the host slot of an expert on disk be reused, after the copy has ended."""
-        with self.lock:
-            self._changed(entry)
+        with self.sync.lock:
+            self.disk.entry_changed(entry)
 
     # -- gradients and updates -------------------------------------------------------------
 
     def begin_update(self, entry: Entry) -> None:
         """Mark the weights, here and on the GPU, as out of date until `end_update`: the gradient is
         complete."""
-        with self.lock:
+        with self.sync.lock:
             entry.stale = True
             entry.version += 1
 
     def end_update(self, entry: Entry) -> None:
         """Mark weights and states in the host slot as new, and the gradient as used up."""
-        with self.lock:
+        with self.sync.lock:
             entry.stale = False
             self._publish(entry)
             if entry.on_disk:
                 entry.dirty |= Part.WEIGHTS | Part.STATES
                 self._forget_gradient(entry)
-            self._changed(entry)
-            self.wake_uploader()
+            self.disk.entry_changed(entry)
+            self.sync.wake_uploader()
 
     def keep_gradient(self, entry: Entry) -> None:
         """Mark the gradient in the host slot as valid: it waits for more of it or for `step()`."""
-        with self.lock:
+        with self.sync.lock:
             if entry.on_disk:
                 entry.valid |= Part.GRADS
                 entry.dirty |= Part.GRADS
@@ -220,80 +177,25 @@ class ExpertStore(ExpertPlaces):
     def discard_gradients(self, kept: Collection[int]) -> None:
         """Drop the gradients of the experts with these numbers. No update may be pending: all
         weights are current again, and no host slot is held."""
-        with self.lock:
-            for entry in self.entries:
+        with self.sync.lock:
+            for entry in self.places.entries:
                 entry.stale, entry.holds = False, 0
                 self._publish(entry)
                 if entry.number in kept and entry.on_disk:
                     self._forget_gradient(entry)
-                    self._changed(entry)
-            self.wake_uploader()
+                    self.disk.entry_changed(entry)
+            self.sync.wake_uploader()
 
     def _forget_gradient(self, entry: Entry) -> None:
         entry.valid &= ~Part.GRADS
         entry.dirty &= ~Part.GRADS
 
-    # -- disk transfers --------------------------------------------------------------------
-
-    def begin_io(self, entry: Entry, part: Part, write: bool) -> None:
-        with self.lock:
-            entry.io |= part
-            if write:
-                entry.dirty &= ~part  # now: an update during the write makes it dirty again
-
-    def cancel_io(self, entry: Entry, part: Part, write: bool) -> None:
-        """Undo `begin_io` of a transfer that will not take place."""
-        with self.lock:
-            entry.io &= ~part
-            if write:
-                entry.dirty |= part
-
-    def end_io(self, entry: Entry, part: Part, write: bool) -> None:
-        with self.lock:
-            entry.io &= ~part
-            if not write:
-                entry.valid |= part
-            self._changed(entry)
-            self.wake_all()
-
-    def write_back(self, entry: Entry) -> None:
-        """Write the parts that are newer in the host slot to disk. Called under the lock."""
-        for part, file in self.memory.files.items():
-            if entry.dirty & part:
-                assert entry.disk_slot is not None
-                file.write(entry.disk_slot, self.host(entry, part))
-                entry.dirty &= ~part
-
-    def fail_read(self, entry: Entry, error: OSError) -> None:
-        """Notes, in inference, that the weights could not be read: an error only where they are
-        needed. They are not read ahead any more."""
-        with self.lock:
-            self._unreadable[entry] = error
-            self._changed(entry)
-            self.wake_main()
-
-    def is_unreadable(self, entry: Entry) -> bool:
-        return entry in self._unreadable
-
-    def retry_reads(self, entries: Iterable[Entry]) -> None:
-        """Let experts that are needed now be read again if they could not be read."""
-        with self.lock:
-            for entry in entries if self._unreadable else ():
-                self._unreadable.pop(entry, None)
-
-    def check_readable(self, entries: Iterable[Entry]) -> None:
-        """Raise if one of these experts could not be read. Called under the lock."""
-        for entry in entries if self._unreadable else ():
-            if (error := self._unreadable.get(entry)) is not None:
-                name = f"expert {entry.id.layer}.{entry.id.index}"
-                raise DiskError(f"{name} could not be read from disk: {error}") from error
-
     def recover(self) -> None:
         """Restore the entries after a failure in inference, when no upload is running."""
-        with self.lock:
-            for entry in self.entries:
+        with self.sync.lock:
+            for entry in self.places.entries:
                 entry.upload = None
-            self.error = None
+            self.sync.error = None
 
     # -- whole records, while nothing else uses them ---------------------------------------
 
@@ -306,10 +208,10 @@ class ExpertStore(ExpertPlaces):
 
     def write_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` change the bytes of `part` in place."""
-        with self.lock:
+        with self.sync.lock:
             # held throughout: the old bytes must not be read and the slot must not be reused
             name = f"{entry.id.layer}.{entry.id.index}"
-            self.wait(lambda: not entry.io, f"disk transfers of expert {name}")
+            self.sync.wait(lambda: not entry.io, f"disk transfers of expert {name}")
             if entry.valid & part:
                 fill(self.host(entry, part))
                 if entry.on_disk:
@@ -323,7 +225,7 @@ class ExpertStore(ExpertPlaces):
                 entry.version += 1  # the copy on the GPU is out of date
                 if not entry.stale:
                     self._publish(entry)
-                self.wake_uploader()
+                self.sync.wake_uploader()
 
     def set_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` set the bytes of `part` for the first time. Without the lock, because nothing

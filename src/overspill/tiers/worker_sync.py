@@ -75,10 +75,11 @@ class WorkerSync:
         self._watchdog_seconds = watchdog_seconds
         self.error: BaseException | None = None
         self.device_busy: Callable[[], bool] = lambda: False
-
-    def watch_device(self, busy: Callable[[], bool]) -> None:
-        """`busy` says whether the compute device has work that has not ended."""
-        self.device_busy = busy
+        """Whether the compute device has work that has not ended."""
+        self.disk_busy: Callable[[], bool] = lambda: False
+        """Whether a disk transfer is running. Called under the lock."""
+        self.remote_progress: Callable[[], int] = lambda: 0
+        """A number that changes when another rank makes progress."""
 
     def watchdog(self, what: str) -> Watchdog:
         """Return the watchdog of one wait; `what` names the awaited event and the thread that
@@ -102,14 +103,13 @@ class WorkerSync:
         """Whether a pass waits for a transfer. Read under the lock."""
         return self._main.is_awaited
 
-    def disk_busy(self) -> bool:
-        """Whether a disk transfer is running. Called under the lock."""
-        return False
-
     def wait_uploader(self, poll: bool = False) -> None:
         """Called by the uploader's thread under the lock: sleeps until an entry may have changed;
         with `poll` for a short time only."""
+        before = self.remote_progress() if poll else 0
         self._uploader.wait(_POLL_SECONDS if poll else Condition.LIMIT)
+        if poll and self.remote_progress() != before:
+            self.wake_main()  # its watchdog sees that other ranks are alive
 
     def wait_updates(self, poll: bool = False) -> None:
         """Called by an update thread under the lock: sleeps until there may be work; with `poll`

@@ -1,4 +1,5 @@
-"""Experts on disk that a decoding step needs now: they get host slots until it has used them."""
+"""Reads of experts on disk for decoding steps, into host slots that are held while a step uses
+them."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -22,17 +23,18 @@ _MOST_USED = 1024
 
 
 class UsagePolicy(Protocol):
-    """Scores the experts of one layer: those with the lowest scores leave host memory."""
+    """Scores of the experts of one layer: experts with the lowest scores leave host memory."""
 
     scores_LE: NDArray[np.floating[Any]]
 
     def use(self, experts_LN: NDArray[np.integer[Any]]) -> None:
-        """These experts were needed now."""
+        """Record that these experts were needed now."""
 
 
 class DiskReads:
-    """Says where the weights of experts are, and what must be read first: the caller, one native
-    thread, has it read. Experts that a later layer is expected to need are read ahead."""
+    """Host addresses of the weights of experts, and the reads that must come before their use. The
+    caller, one native thread, carries out the reads. Experts that a later layer is expected to need
+    are read ahead."""
 
     def __init__(
         self,
@@ -41,8 +43,9 @@ class DiskReads:
         recorder: Recorder,
         inject: Inject | None,
     ) -> None:
-        """`policies` are those of the layers."""
+        """`policies` has one for each layer."""
         self._store = store
+        self._places = store.places
         self._slots = DecodingSlots(store)
         self._policies = policies
         self._scores_LE: list[list[float]] = [each.scores_LE[0].tolist() for each in policies]
@@ -53,10 +56,10 @@ class DiskReads:
         self._began_ahead: dict[Entry, int] = {}  # when their reads began
         self._held: list[Entry] = []
         self._missing: list[Entry] = []
-        self._ahead: list[Entry] = []  # those of the held ones that are being read ahead
+        self._ahead: list[Entry] = []  # held experts that are being read ahead
         self._began = 0
         self._used: list[tuple[int, list[int]]] = []  # layers and experts, to be learnt from
-        self._order: list[Entry] = []  # in which experts lose their slots, as known at last
+        self._order: list[Entry] = []  # in which experts lose their slots, from the last `learn`
 
     @property
     def file(self) -> int:
@@ -64,13 +67,14 @@ class DiskReads:
         return self._store.memory.files[Part.WEIGHTS].fd
 
     def hold(self, layer: int, experts: Sequence[int]) -> list[tuple[int, int]]:
-        """The addresses of the weights of these experts, by their ids, valid until `release`; and
-        where in the file they must be read from first, or PRESENT in host memory, or ARRIVING there
-        until `end_reads` returns."""
+        """Return the addresses of the weights of these experts, by their ids, valid until
+        `release`, each with the offset in the file from which the weights must be read first; or
+        with PRESENT if they are in host memory, or ARRIVING if they will be when `end_reads`
+        returns."""
         self._used.append((layer, list(experts)))
         if len(self._used) == _MOST_USED:  # nothing was read for long
             self.learn()
-        entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
+        entries = [self._places.entry(ExpertId(layer, expert)) for expert in experts]
         expected, needed = self._expected.pop(layer, set()), set(entries)
         self._order[:0] = [entry for entry in expected if entry not in needed]
         self._missing = self._hold(entries, expected)
@@ -111,23 +115,23 @@ class DiskReads:
         return missing
 
     def learn(self) -> None:
-        """Follows the use of experts. It takes longer than finding those of a request: the caller
-        does it while it reads."""
+        """Pass the use of experts on to the policies. This takes longer than finding the experts of
+        a request: the caller does it while it reads."""
         while self._used:
             layer, experts = self._used.pop(0)
             policy = self._policies[layer]
             policy.use(np.array([experts]))
             self._scores_LE[layer] = policy.scores_LE[0].tolist()
         scores = self._scores_LE
-        with self._store.lock:
-            self._order = list(self._store.cached())
+        with self._store.sync.lock:
+            self._order = list(self._places.cached())
         self._order.sort(key=lambda entry: scores[entry.id.layer][entry.id.index])
 
     def expect(self, layer: int, experts: Iterable[int]) -> list[tuple[int, int]]:
-        """A layer after that of `hold` is likely to need these experts. Returns the address of each
-        and where in the file it is to be read from, then `end_ahead`; or PRESENT if it is there
-        already, or has no host slot."""
-        entries = [self._store.entry(ExpertId(layer, expert)) for expert in experts]
+        """Give host slots to experts that a later layer than that of `hold` is likely to need.
+        Returns the address of each and the offset in the file to read it from, before `end_ahead`;
+        or PRESENT if it is in host memory already, or gets no host slot."""
+        entries = [self._places.entry(ExpertId(layer, expert)) for expert in experts]
         others = {entry for layer in self._expected.values() for entry in layer}
         begun = set(self._slots.begin_reads(entries, self._order, others))
         self._expected.setdefault(layer, set()).update(begun)
@@ -141,9 +145,10 @@ class DiskReads:
         ]
 
     def end_ahead(self, layer: int, expert: int, error: int) -> None:
-        """An expected expert was read; or not, with an `errno` or -1 for the end of the file. Then
-        the step that needs it reads it again. Any thread may call this."""
-        entry = self._store.entry(ExpertId(layer, expert))
+        """End the read of an expected expert. `error` is 0, an `errno`, or -1 for the end of the
+        file: after an error the step that needs the expert reads it again. Any thread may call
+        this."""
+        entry = self._places.entry(ExpertId(layer, expert))
         succeeded = False
         try:
             if self._inject is not None:
@@ -159,8 +164,8 @@ class DiskReads:
             self._recorder.host_span(_LANE, f"ahead {layer}.{expert}", began, size)
 
     def end_reads(self, failed: int, error: int) -> None:
-        """What was missing was read, or reading the expert with index `failed` has failed with this
-        `errno`, -1 for the end of the file."""
+        """End the reads of missing experts. If `error` is not 0, the read of the expert with index
+        `failed` has failed with this `errno`, -1 for the end of the file."""
         if error:
             reason = self._store.memory.files[Part.WEIGHTS].read_error(error)
             raise self._failed(self._held[failed], reason)
@@ -174,7 +179,8 @@ class DiskReads:
         self._await_ahead()
 
     def _await_ahead(self) -> None:
-        """Until what was read ahead has arrived; what could not be read then is read now."""
+        """Block until experts that are being read ahead have arrived. Read them now if that read
+        has failed."""
         deadline = time.monotonic() + WATCHDOG_SECONDS
         for entry in self._ahead:
             while entry.io & Part.WEIGHTS:
@@ -201,12 +207,12 @@ class DiskReads:
         self.release()
 
     def release(self) -> None:
-        """The experts may leave host memory again."""
+        """Let the held experts leave host memory again."""
         held, self._held = self._held, []
         self._slots.release(held)
 
     def wait_released(self) -> None:
-        """Until the request of a step that has ended holds nothing."""
+        """Block until no expert is held, after a step has ended."""
         deadline = time.monotonic() + WATCHDOG_SECONDS
         while self._held and time.monotonic() < deadline:
             time.sleep(1e-5)

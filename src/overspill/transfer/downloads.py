@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from overspill.tiers.slab import HostSlab
-from overspill.tiers.store import ExpertStore
+from overspill.tiers.worker_sync import WorkerSync
 from overspill.transfer.streams import CopyStream, StreamEvent
 
 
@@ -14,41 +14,41 @@ class GradientRing:
     """Pinned buffers for gradients that go straight into an update.
 
     `take` blocks while all are in use: a slow optimizer slows down a fast backward instead of
-    filling the memory. What is in a buffer may have several users, each of which gives it back.
+    filling the memory. A buffer may have several users, each of which gives it back.
     """
 
-    def __init__(self, store: ExpertStore, buffers: HostSlab) -> None:
-        self._store = store
+    def __init__(self, sync: WorkerSync, buffers: HostSlab) -> None:
+        self._sync = sync
         self.buffers = buffers
         self._free = list(range(len(buffers)))
         self._users = [0] * len(buffers)
 
     def take(self) -> int:
-        with self._store.lock:
-            self._store.wait(lambda: bool(self._free), "a gradient buffer (update threads)")
+        with self._sync.lock:
+            self._sync.wait(lambda: bool(self._free), "a gradient buffer (update threads)")
             index = self._free.pop()
             self._users[index] = 1
             return index
 
     def share(self, index: int) -> None:
-        """One user more, by one of the others."""
-        with self._store.lock:
+        """Add a user to a buffer. The caller is one of its users."""
+        with self._sync.lock:
             self._users[index] += 1
 
     def give(self, index: int) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._users[index] -= 1
             if not self._users[index]:
                 self._free.append(index)
-                self._store.wake_main()
+                self._sync.wake_main()
 
     def reset(self) -> None:
-        """No copy and no update is pending: every buffer is free."""
-        with self._store.lock:
+        """Free every buffer, when no copy and no update is pending."""
+        with self._sync.lock:
             self._free = list(range(len(self.buffers)))
 
     def check_conserved(self) -> None:
-        """When idle: every buffer is free."""
+        """Assert, when idle, that every buffer is free."""
         assert sorted(self._free) == list(range(len(self.buffers))), "gradient buffers leaked"
 
 
@@ -94,7 +94,7 @@ class Downloads:
                 del self._users[pointer]
 
     def wait(self) -> None:
-        """Blocks until every copy has ended."""
+        """Block until every copy has ended."""
         while self._held:
             self._release()
         self._users.clear()  # of copies that failed

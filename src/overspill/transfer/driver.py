@@ -31,7 +31,7 @@ class Event(Protocol):
     def record(self, stream: torch.cuda.Stream) -> None: ...
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Makes the stream, not the caller, wait for the event."""
+        """Make the stream, not the caller, wait for the event."""
 
     def query(self) -> bool: ...
 
@@ -39,7 +39,7 @@ class Event(Protocol):
 
 
 def new_event(device: torch.device, blocking: bool) -> Event:
-    """Creates an event. A thread that waits for a `blocking` event sleeps instead of polling."""
+    """Return a new event. A thread that waits for a `blocking` event sleeps instead of polling."""
     driver = _driver()
     if driver is None:
         return torch.cuda.Event(blocking=blocking)
@@ -48,15 +48,16 @@ def new_event(device: torch.device, blocking: bool) -> Event:
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """That of torch, which takes ten times as long to find it for a device without an index."""
+    """Return torch's current stream. Torch takes ten times as long to find the stream of a device
+    without an index."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.current_stream(index)
 
 
 @functools.cache
 def own_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """A stream that nothing else uses, one for each purpose. Torch has 32 streams, which it gives
-    out again and again: work of other threads might get into a graph that is captured."""
+    """Return a stream that has no other user, one for each purpose. Torch has 32 streams, which
+    it gives out again and again: work of other threads might get into a graph that is captured."""
     driver = _driver()
     if driver is None:
         return torch.cuda.Stream(device)
@@ -67,7 +68,7 @@ def own_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 def copy_on(stream: torch.cuda.Stream, destination: Tensor, source: Tensor) -> None:
-    """Queues a copy between pinned host memory and the device, in either direction."""
+    """Queue a copy between pinned host memory and the device, in either direction."""
     driver = _driver()
     plain = destination.is_contiguous() and source.is_contiguous()
     if driver is None or not plain or destination.dtype != source.dtype:
@@ -97,7 +98,7 @@ def can_signal(stream: torch.cuda.Stream, address: int) -> bool:
 
 
 def signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
-    """Makes the stream write `number` to pinned memory after all work queued before."""
+    """Make the stream write `number` to pinned memory after all work queued before."""
     driver = _driver()
     assert driver is not None
     assert driver.write_value32 is not None
@@ -106,7 +107,7 @@ def signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
 
 
 def await_signal(stream: torch.cuda.Stream, address: int, number: int) -> None:
-    """Makes the stream wait until the value in pinned memory is at least `number`."""
+    """Make the stream wait until the value in pinned memory is at least `number`."""
     driver = _driver()
     assert driver is not None
     assert driver.wait_value32 is not None
@@ -143,14 +144,15 @@ class CudaUploadCalls:
         self.table = ctypes.addressof(table)
 
     def stream_waits(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
-        """Makes the stream wait until the value in pinned memory is at least `number`."""
+        """Make the stream wait until the value in pinned memory is at least `number`."""
         with _entered(stream.device):
             code = self._wait_value64(stream.cuda_stream, address, number, 0)
         self._driver.check(code, "wait for a value")
 
 
 def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
-    """None if the driver lacks 64-bit stream memory operations; tries them."""
+    """Return the driver's functions; None if it lacks 64-bit stream memory operations. Tries
+    them."""
     driver = _driver()
     if driver is None or driver.write_value64 is None or driver.wait_value64 is None:
         return None
@@ -166,7 +168,7 @@ def cuda_upload_calls(stream: torch.cuda.Stream) -> CudaUploadCalls | None:
 
 
 def event_handle(event: Event | None) -> int | None:
-    """The driver's handle of an event, for the upload thread."""
+    """Return the driver's handle of an event, for the upload thread."""
     assert event is None or isinstance(event, _DriverEvent)
     return None if event is None else event.handle
 
@@ -212,7 +214,7 @@ class _DriverEvent:
 
 
 class _Driver:
-    """The driver's functions. Those that return immediately keep the interpreter's lock, because
+    """The driver's functions. Calls that return immediately keep the interpreter's lock, because
     releasing it takes longer than the call."""
 
     def __init__(self) -> None:
@@ -251,7 +253,7 @@ class _Driver:
 
 
 def _entered(device: torch.device) -> AbstractContextManager[object]:
-    """Makes the device's context current and restores the device afterwards. A thread has no
+    """Make the device's context current and restore the device afterwards. A thread has no
     context before its first CUDA call."""
     here = torch.cuda.current_device()
     if not getattr(_thread_state, "bound", False):

@@ -26,8 +26,8 @@ class _Interface:
 
 
 def on_device(memory: Tensor, device: torch.device) -> Tensor:
-    """A device tensor that refers to pinned bytes: kernels read and write them over the link. On a
-    CPU it is the same tensor."""
+    """Return a device tensor that refers to pinned bytes: kernels read and write them over the
+    link. On a CPU it is the same tensor."""
     assert memory.dtype == torch.uint8
     assert memory.is_contiguous()
     if device.type != "cuda":

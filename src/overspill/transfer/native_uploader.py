@@ -31,6 +31,7 @@ class NativeUploader(Uploader):
     ) -> None:
         super().__init__(slab, n_slots, sizes or PieceSizes())
         self._store = store
+        self._sync = store.sync
         self._stream = stream
         self._wanted: Sequence[Target] = ()
         self._reasons: dict[str, int] = {}
@@ -45,7 +46,7 @@ class NativeUploader(Uploader):
         self._closed = False
         inject = None if stream.inject is None else stream.run_inject
         self._native = UploadThread(
-            calls, n_slots, self.record_bytes, self.piece_bytes, inject, store.fail
+            calls, n_slots, self.record_bytes, self.piece_bytes, inject, store.sync.fail
         )
         self._thread = threading.Thread(target=self._run, name="overspill-uploader", daemon=True)
         self._thread.start()
@@ -68,8 +69,8 @@ class NativeUploader(Uploader):
         what = f"the upload of {labels} (uploader thread)"
         watchdog: Watchdog | None = None  # most waits are short
         while True:
-            with self._store.lock:
-                self._store.wait(lambda: enough(self._is_requested(*pair) for pair in pairs), what)
+            with self._sync.lock:
+                self._sync.wait(lambda: enough(self._is_requested(*pair) for pair in pairs), what)
                 if enough(self.is_issued(*pair) for pair in pairs):
                     return
                 slots = [slot for entry, slot in pairs if self._is_requested(entry, slot)]
@@ -94,13 +95,13 @@ class NativeUploader(Uploader):
 
     def wait_idle(self) -> None:
         what = "pending uploads (uploader thread)"
-        self._store.wait(self.idle, what)
+        self._sync.wait(self.idle, what)
         watchdog: Watchdog | None = None
         while not self._native.wait_idle():
             watchdog = self._watch(watchdog, what)
 
     def withdraw_replicas(self) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             for slot in self._from_replicas:
                 if not self._all_issued(slot):
                     self.slots[slot].entry = None  # what is still wanted begins again
@@ -108,9 +109,9 @@ class NativeUploader(Uploader):
             self._request()
 
     def close(self) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._closed = True
-            self._store.wake_uploader()
+            self._sync.wake_uploader()
         if self._thread is not threading.current_thread():  # a finalizer may run in any thread
             self._thread.join()
         self._native.stop()
@@ -119,10 +120,10 @@ class NativeUploader(Uploader):
         self.slab = self.slab.new_empty(0)
 
     def _watch(self, watchdog: Watchdog | None, what: str) -> Watchdog:
-        """A wait goes on: raises if no upload has arrived for too long."""
-        with self._store.lock:
-            self._store.raise_error()
-            watchdog = watchdog or self._store.watchdog(what)
+        """Raise if a wait goes on and no upload has arrived for too long."""
+        with self._sync.lock:
+            self._sync.raise_error()
+            watchdog = watchdog or self._sync.watchdog(what)
             watchdog.check(self._native.completed())
             return watchdog
 
@@ -134,7 +135,7 @@ class NativeUploader(Uploader):
         return bool(self._native.issued[slot] == self._native.commands[slot].number)
 
     def _request(self) -> None:
-        """Under the lock: hands the native thread all wanted uploads that are possible now."""
+        """Hand the native thread all wanted uploads that are possible now. (lock)"""
         items: list[int] = []
         self._old_readers += self._readers  # until the native thread has the new list
         issued, commands, slots = self._native.issued, self._native.commands, self.slots
@@ -155,7 +156,8 @@ class NativeUploader(Uploader):
         self._old_readers.clear()
 
     def _write_command(self, target: Target) -> None:
-        """Under the lock: another expert, or new weights of the same, belong in the slot."""
+        """Write the command of an upload: of another expert than the slot has, or of new weights of
+        the same. (lock)"""
         entry, number, slot = target.entry, target.slot, self.slots[target.slot]
         slot.entry = None  # until the command is written: an interrupt may come
         self._readers[number] = slot.free
@@ -182,17 +184,17 @@ class NativeUploader(Uploader):
 
     def _run(self) -> None:
         try:
-            with self._store.lock:
+            with self._sync.lock:
                 while not self._closed:
                     if not self.idle():
                         self._request()
-                        self._store.wake_main()
-                    self._store.wait_uploader(self._awaits_remote(self._wanted))
+                        self._sync.wake_main()
+                    self._sync.wait_uploader(self._awaits_remote(self._wanted))
         except BaseException as error:  # the main thread waits for uploads
-            self._store.fail(error)
+            self._sync.fail(error)
 
     def _report(self) -> None:
-        """Passes traced copies on to the recorder."""
+        """Pass traced copies on to the recorder."""
         copies, uploaded, in_device = self._native.take_traced()
         recorder, lane = self._stream.recorder, self._stream.name
         for counter, size in ((lane, uploaded), (REPLICAS, in_device)):
@@ -200,5 +202,6 @@ class NativeUploader(Uploader):
                 recorder.add_bytes(counter, size)
         reasons = list(self._reasons)
         for copy in copies:
-            label = upload_label(self._store.numbered(copy.tag >> 8), reasons[copy.tag & 255])
+            entry = self._store.places.numbered(copy.tag >> 8)
+            label = upload_label(entry, reasons[copy.tag & 255])
             recorder.past_span(lane, label, copy.begin_ns, copy.end_ns, copy.bytes)

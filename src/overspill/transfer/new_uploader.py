@@ -1,4 +1,4 @@
-"""Chooses the uploader for a store and a device."""
+"""The choice of the uploader for a store and a device."""
 
 import logging
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("overspill")
 def new_uploader(
     store: ExpertStore, slab: Tensor, stream: CopyStream, n_slots: int, kind: str = "auto"
 ) -> Uploader:
-    """The native uploader where it works and, on a GPU, pays; else the thread uploader."""
+    """Return the native uploader where it works and, on a GPU, pays; else the thread uploader."""
     reason = "the uploader is set to 'thread'" if kind == "thread" else _why_not_native(store)
     if reason is None and kind == "auto" and stream.stream is None:
         return ThreadUploader(store, slab, stream, n_slots)  # nothing to gain on a CPU
@@ -38,7 +38,7 @@ def new_uploader(
 
 
 def _why_not_native(store: ExpertStore) -> str | None:
-    if store.disk_slots:
+    if store.places.disk_slots:
         return "experts on disk change their host slots"
     if upload_library() is None:
         return "there is no C++ compiler"

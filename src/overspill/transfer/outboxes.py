@@ -36,11 +36,12 @@ class GradientPart:
 
 
 class Outboxes:
-    """The outbox of this rank, and those of the others as owners see them."""
+    """The outbox of this rank, and the outboxes of the others as owners see them."""
 
     def __init__(self, shared: SharedExperts, store: ExpertStore) -> None:
         self._shared = shared
         self._store = store
+        self._sync = store.sync
         sizes = shared.own.sizes
         self._half = sizes.outbox_slots // 2
         self.slab = HostSlab(
@@ -54,15 +55,15 @@ class Outboxes:
         self._records = [memory.outbox.view(shape) for memory in shared.memories]
         self._owners = [rank for rank, part in enumerate(shared.parts) for _ in part.local_ids]
         self._number = 0  # of the pass
-        # of the pass, by expert: those that this rank writes or, as the owner, reads
+        # parts of the pass, by expert, that this rank writes or, as the owner, reads
         self._parts: dict[int, list[GradientPart]] = {}
-        # by half: what must have been taken before it is used again, (owner, slot, pass)
+        # by half: gradients that owners must take before it is used again, (owner, slot, pass)
         self._sent: list[list[tuple[int, int, int]]] = [[], []]
         self._closing: float | None = None
 
     def begin(self, shared: Mapping[int, tuple[int, ...]]) -> None:
-        """A backward begins in which these ranks compute these experts. Waits until owners have
-        taken the gradients of the last pass but one."""
+        """Begin a backward, in which ranks compute experts that they share: `shared` has the ranks
+        by expert. Waits until owners have taken the gradients of the last pass but one."""
         self._parts = {}
         if not shared:
             return
@@ -82,21 +83,21 @@ class Outboxes:
         assert max(used) <= (half + 1) * self._half, "the placement needs too many slots"
 
     def _part(self, rank: int, slot: int) -> GradientPart:
-        layout: RecordLayout = self._store.layout
+        layout: RecordLayout = self._store.memory.layout
         own = rank == self._shared.rank  # in pinned memory
         record = self.slab[slot] if own else self._records[rank][slot]
         square = record[layout.weight_bytes : layout.weight_bytes + 4].view(torch.float32)[0]
         return GradientPart(rank, slot, self._number, layout.weights(record), square)
 
     def own_part(self, expert: int) -> GradientPart | None:
-        """Where this rank puts its gradient of an expert in this pass; None if it does not share
-        it."""
+        """Return the part of an expert's gradient that this rank writes in this pass; None if it
+        does not share the expert."""
         parts = self._parts.get(expert, ())
         return next((part for part in parts if part.rank == self._shared.rank), None)
 
     def owned(self) -> Iterator[tuple[int, list[GradientPart]]]:
-        """The experts of this rank whose gradients are in outboxes in this pass, and their parts in
-        the order of ranks."""
+        """Yield the experts of this rank whose gradients are in outboxes in this pass, and their
+        parts in the order of ranks."""
         for expert, parts in self._parts.items():
             if self._owners[expert] == self._shared.rank:
                 yield expert, parts
@@ -106,20 +107,21 @@ class Outboxes:
         self._shared.own.sent[part.slot] = part.number
 
     def arrival(self, parts: Sequence[GradientPart]) -> StreamEvent:
-        """When all of them have been published."""
+        """Return the event after which all parts have been published."""
         return StreamEvent(_Arrival(self, parts))
 
     def take(self, parts: Sequence[GradientPart]) -> None:
-        """This rank, the owner, does not need them any more."""
+        """Let ranks use the slots again, which this rank, the owner, has read."""
         for part in parts:
             self._shared.own.taken[part.rank, part.slot] = part.number
 
     def was_taken(self, part: GradientPart) -> bool:
-        """Whether this rank has taken it."""
+        """Whether this rank has taken a part."""
         return bool(self._shared.own.taken[part.rank, part.slot] >= part.number)
 
     def have_arrived(self, parts: Sequence[GradientPart]) -> bool:
-        """Raises if the outboxes have been closed for some time: a rank may be gone."""
+        """Whether all parts have been published. Raises if the outboxes have been closed for some
+        time: a rank may be gone."""
         memories = self._shared.memories
         if all(memories[part.rank].sent[part.slot] >= part.number for part in parts):
             return True
@@ -129,7 +131,7 @@ class Outboxes:
         return False
 
     def wait_arrived(self, parts: Sequence[GradientPart]) -> None:
-        """Blocks until all of them have been published."""
+        """Block until all parts have been published."""
         self._wait(lambda: self.have_arrived(parts), "gradients of other ranks")
 
     def _wait_taken(self, sent: Sequence[tuple[int, int, int]]) -> None:
@@ -142,24 +144,24 @@ class Outboxes:
         )
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """As the store's `wait`, for what other ranks do."""
+        """Block until `ready()`, which depends on other ranks. Raises as `WorkerSync.wait`."""
         watchdog: Watchdog | None = None
         while not ready():
-            watchdog = watchdog or self._store.watchdog(what)
+            watchdog = watchdog or self._sync.watchdog(what)
             memories = self._shared.memories
             progress = [int(m.sent.sum() + m.taken.sum() + m.versions.sum()) for m in memories]
-            with self._store.lock:
-                self._store.raise_error()
+            with self._sync.lock:
+                self._sync.raise_error()
                 watchdog.check(progress)
             time.sleep(_POLL_SECONDS)
 
     def check_conserved(self) -> None:
-        """When this rank is idle: it has published all of its gradients."""
+        """Assert, when this rank is idle, that it has published all of its gradients."""
         for _, slot, number in (sent for half in self._sent for sent in half):
             assert self._shared.own.sent[slot] == number, "a gradient was not sent"
 
     def stop(self) -> None:
-        """Other ranks may be gone: the update threads wait for them for a few seconds only."""
+        """Let update threads wait for other ranks, which may be gone, for a few seconds only."""
         self._closing = time.monotonic() + _CLOSING_SECONDS
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ _Item = TypeVar("_Item")
 
 
 def run_all(job: Callable[[_Item], None], items: Iterable[_Item], workers: int) -> None:
-    """Runs `job` for every item, in order, in `workers` threads. After the first failure no further
+    """Run `job` for every item, in order, in `workers` threads. After the first failure no further
     job starts."""
     if workers == 1:
         for item in items:
@@ -75,7 +75,7 @@ class RequestQueue:
             del job
 
     def close(self) -> None:
-        """Finishes the queued jobs and ends the threads."""
+        """Finish the queued jobs and end the threads."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()

@@ -1,5 +1,5 @@
 """The stager reads experts that are on disk into host slots ahead of their use and writes changed
-ones back. It is told what will be needed in which order, and only carries that out."""
+experts back. Its caller decides which experts will be needed, and in which order."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -17,13 +17,13 @@ Needs = Callable[[], Iterable[tuple[Entry, Part]]]
 
 
 class _Started:
-    """Whether a transfer that was queued is to be carried out."""
+    """State of a queued transfer: whether it is still to be carried out."""
 
     cancelled = False
 
 
 class Stager:
-    """Moves records between disk and the cache slots of host memory.
+    """Transfers of records between disk and the cache slots of host memory.
 
     The cache slots hold the experts that are needed next, in order, as many as there are slots. An
     expert that is not among them gives its slot away once nothing of it is newer than the disk and
@@ -42,6 +42,8 @@ class Stager:
         """After any failure in training, the store refuses to go on. Otherwise an expert that could
         not be read is an error only where it is needed."""
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._needs = needs
         self._recorder = recorder
         self._inject = inject
@@ -52,26 +54,26 @@ class Stager:
         self._queues: dict[str, RequestQueue] = {}
         try:
             for lane in _LANES:
-                self._queues[lane] = RequestQueue(lane.replace(" ", "-"), workers, store.fail)
-            store.on_change(self.pump)
+                self._queues[lane] = RequestQueue(lane.replace(" ", "-"), workers, store.sync.fail)
+            store.disk.on_change(self.pump)
         except BaseException:  # the system may allow no more threads
             self.close()
             raise
 
     def pump(self) -> None:
-        """Starts every read and write that can start now."""
-        with self._store.lock:
-            if self._store.error is not None or self._closed:
+        """Start every read and write that can start now."""
+        with self._sync.lock:
+            if self._sync.error is not None or self._closed:
                 return
             try:
                 self._start_transfers()
             except BaseException:  # an interrupt: the caller may be the main thread
-                self._store.recount_slots()
+                self._places.recount_slots()
                 raise
 
     def _start_transfers(self) -> None:
         wanted = self._wanted()
-        for entry in self._store.cached():
+        for entry in self._places.cached():
             if entry.dirty and entry not in wanted and not entry.holds and not entry.io:
                 self._start(entry, entry.dirty, write=True, urgency=0)
         full = False
@@ -80,7 +82,7 @@ class Stager:
             if not missing:
                 continue
             if entry.host_slot is None and not full:
-                full = not self._store.assign_host_slot(entry, wanted)
+                full = not self._places.assign_host_slot(entry, wanted)
             # In order: a later expert must not take the slot of a sooner one. But an update that
             # waits for parts in its slot gets them, or the slot would never be free.
             if full and (entry.host_slot is None or not entry.holds):
@@ -90,13 +92,13 @@ class Stager:
     def _wanted(self) -> dict[Entry, Part]:
         wanted: dict[Entry, Part] = {}
         for entry, parts in self._needs():
-            if entry.disk_slot is None or entry in wanted or self._store.is_unreadable(entry):
+            if entry.disk_slot is None or entry in wanted or self._store.disk.is_unreadable(entry):
                 continue
-            if len(wanted) == self._store.cache_slots:
+            if len(wanted) == self._places.cache_slots:
                 break
             wanted[entry] = parts
             if entry.host_slot is not None:
-                self._store.touch(entry)
+                self._places.touch(entry)
         return wanted
 
     def _start(self, entry: Entry, parts: Part, write: bool, urgency: int) -> None:
@@ -106,16 +108,16 @@ class Stager:
                 started = _Started()
                 job = functools.partial(self._transfer, entry, part, lane, started)
                 try:
-                    self._store.begin_io(entry, part, write)
+                    self._store.disk.begin_io(entry, part, write)
                     # weights before states: an upload waits for the weights
                     self._queues[lane].submit((urgency, int(part)), job)
                 except BaseException:  # an interrupt
                     started.cancelled = True
-                    self._store.cancel_io(entry, part, write)
+                    self._store.disk.cancel_io(entry, part, write)
                     raise
 
     def _transfer(self, entry: Entry, part: Part, lane: str, started: _Started) -> None:
-        with self._store.lock:  # held by `pump` until it is certain
+        with self._sync.lock:  # held by `pump` until it is certain
             if started.cancelled:
                 return
         write = lane == "ssd write"
@@ -124,15 +126,15 @@ class Stager:
         except BaseException as error:
             self._fail(entry, part, write, error)
         else:
-            self._store.end_io(entry, part, write)
+            self._store.disk.end_io(entry, part, write)
 
     def _fail(self, entry: Entry, part: Part, write: bool, error: BaseException) -> None:
-        with self._store.lock:
-            self._store.cancel_io(entry, part, write)
+        with self._sync.lock:
+            self._store.disk.cancel_io(entry, part, write)
             if self._training or write or not isinstance(error, OSError):
-                self._store.fail(error)
+                self._sync.fail(error)
             else:
-                self._store.fail_read(entry, error)
+                self._store.disk.fail_read(entry, error)
 
     def _move(self, entry: Entry, part: Part, lane: str, write: bool) -> None:
         if self._inject is not None:
@@ -148,11 +150,11 @@ class Stager:
                 file.read(entry.disk_slot, memory)
 
     def idle(self) -> bool:
-        """Under the lock: whether nothing is being read or written."""
-        return not self._store.disk_busy()
+        """Whether no part is being read or written. Called under the lock."""
+        return not self._places.disk_busy()
 
     def close(self) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._closed = True  # transfers that end now must start no others
         for queue in self._queues.values():
             queue.close()

@@ -13,7 +13,7 @@ from overspill.trace.recorder import Recorder
 from overspill.transfer.driver import Event, copy_on, current_stream, new_event
 
 Defer = Callable[[Callable[[], None]], Event]
-"""Carries out a copy later, after those it got before, and returns its end."""
+"""Carries out a copy later, after the copies it got before, and returns its end."""
 
 Inject = Callable[[str], Defer | None]
 """Called before every transfer, CPU task and optimizer job with its kind. Fault-injection tests
@@ -33,7 +33,7 @@ class StreamEvent:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Blocks the calling thread until the stream has reached this point."""
+        """Block the calling thread until the stream has reached this point."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -64,7 +64,7 @@ class _All:
 
 
 def all_of(events: Sequence[StreamEvent]) -> StreamEvent:
-    """Completes when all of them have."""
+    """Return an event that completes when all of `events` have."""
     return events[0] if len(events) == 1 else StreamEvent(_All(events))
 
 
@@ -79,7 +79,7 @@ class CopyStream:
         self._deferred = COMPLETED  # the end of the last copy on a CPU
 
     def run_inject(self) -> Defer | None:
-        """Calls the fault injection, if there is any, with this stream as the current one."""
+        """Call the fault injection, if there is any, with this stream as the current one."""
         if self.inject is None:
             return None
         if self.stream is None:
@@ -94,8 +94,8 @@ class CopyStream:
         after: Iterable[StreamEvent] = (),
         counter: str | None = None,
     ) -> StreamEvent:
-        """Copies (destination, source) pairs after the given events; returns the end event. The
-        bytes are counted as `counter`, by default as those of this stream."""
+        """Copy (destination, source) pairs after the given events; return the end event. The
+        bytes are counted as `counter`, by default under the name of this stream."""
         size = sum(source.nbytes for _, source in pairs)
         self.recorder.add_bytes(counter or self.name, size)
         stream = self.stream
@@ -127,7 +127,7 @@ class CopyStream:
         return StreamEvent(end)
 
     def synchronize(self) -> None:
-        """Blocks until the device has carried out everything, on a CPU these copies."""
+        """Block until the device has carried out everything, on a CPU these copies."""
         if self.stream is not None:
             torch.cuda.synchronize(self.stream.device)
         self._deferred.wait()
@@ -139,7 +139,7 @@ class CopyStream:
 
 
 def record_event(device: torch.device, spin: bool = False) -> StreamEvent:
-    """Records an event on the current compute stream. A thread that waits for it sleeps, or with
+    """Record an event on the current compute stream. A thread that waits for it sleeps, or with
     `spin`, for short waits, polls."""
     if device.type != "cuda":
         return COMPLETED
@@ -149,7 +149,7 @@ def record_event(device: torch.device, spin: bool = False) -> StreamEvent:
 
 
 def wait_event(device: torch.device, event: StreamEvent) -> None:
-    """Makes the current compute stream, not the host, wait for `event`. On a CPU the calling thread
+    """Make the current compute stream, not the host, wait for `event`. On a CPU the calling thread
     computes, so it waits."""
     if device.type != "cuda":
         event.wait()
@@ -170,13 +170,13 @@ class HostCopy:
         self._end = record_event(tensor.device, spin=True)
 
     def wait(self) -> Tensor:
-        """Blocks the calling thread until the tensor is there, and returns it."""
+        """Block the calling thread until the tensor has arrived, and return it."""
         self._end.wait()
         return self._copy
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copies a small tensor of the compute stream to pinned memory and waits for it."""
+    """Copy a small tensor of the compute stream to pinned memory and wait for it."""
     return HostCopy(tensor).wait()
 
 
@@ -193,7 +193,7 @@ class Timestamp:
             self._event.record(current_stream(device))
 
     def passed(self) -> bool:
-        """Whether the stream has come so far."""
+        """Whether the stream has reached this point."""
         return self._event is None or self._event.query()
 
     def seconds_until(self, later: "Timestamp") -> float:

@@ -36,6 +36,7 @@ class ThreadUploader(Uploader):
     ) -> None:
         super().__init__(slab, n_slots, sizes or PieceSizes())
         self._store = store
+        self._sync = store.sync
         self._stream = stream
         self._wanted: Sequence[Target] = ()
         self._missing: deque[Target] = deque()  # targets that were not issued yet
@@ -53,7 +54,7 @@ class ThreadUploader(Uploader):
         owners = self._owners | {target.slot: target.entry for target in targets}
         missing = self._not_issued(targets)
         if missing:
-            self._store.wake_uploader()  # it gets the lock after this
+            self._sync.wake_uploader()  # it gets the lock after this
         # at once: with only some of it, the thread would go wrong after an interrupt
         self._wanted, self._owners, self._missing = targets, owners, missing
 
@@ -68,10 +69,10 @@ class ThreadUploader(Uploader):
         def ready() -> bool:
             issued = [self.is_issued(*pair) for pair in pairs]
             missing = (entry for (entry, _), done in zip(pairs, issued, strict=True) if not done)
-            self._store.check_readable(missing)
+            self._store.disk.check_readable(missing)
             return enough(issued)
 
-        self._store.wait(ready, f"the upload of {labels} (uploader thread)")
+        self._sync.wait(ready, f"the upload of {labels} (uploader thread)")
 
     def has_arrived(self, slot: int) -> bool:
         place = self.slots[slot]
@@ -87,17 +88,17 @@ class ThreadUploader(Uploader):
         return self._closed or (not self._busy and self._next() is None)
 
     def wait_idle(self) -> None:
-        self._store.wait(self.idle, "pending uploads (uploader thread)")
+        self._sync.wait(self.idle, "pending uploads (uploader thread)")
 
     def withdraw_replicas(self) -> None:
         # pieces are issued without the lock, from the source that was found under it
         what = "a copy from a replica (uploader thread)"
-        self._store.wait(lambda: self._closed or not self._reads_replica, what)
+        self._sync.wait(lambda: self._closed or not self._reads_replica, what)
 
     def close(self) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._closed = True
-            self._store.wake_uploader()
+            self._sync.wake_uploader()
         if self._thread is not threading.current_thread():  # a finalizer may run in any thread
             self._thread.join()
         self.slab, self._views = self.slab.new_empty(0), ()
@@ -126,7 +127,7 @@ class ThreadUploader(Uploader):
     def _run(self) -> None:
         try:
             while True:
-                with self._store.lock:
+                with self._sync.lock:
                     self._busy = False
                     target = self._wait_for_target()
                     if target is None:
@@ -140,20 +141,20 @@ class ThreadUploader(Uploader):
                 else:
                     self._issue(target, piece, source, after)
         except BaseException as error:  # the main thread waits for uploads
-            self._store.fail(error)
+            self._sync.fail(error)
 
     def _wait_for_target(self) -> Target | None:
-        """Under the lock: the next upload; None if the uploader is closed."""
+        """Wait for the next upload; return None if the uploader is closed. (lock)"""
         target = None if self._closed else self._next()
         if target is None:
-            self._store.wake_main()  # it may wait for the uploader to be idle
+            self._sync.wake_main()  # it may wait for the uploader to be idle
         while target is None and not self._closed:
-            self._store.wait_uploader(self._awaits_remote(self._wanted))
+            self._sync.wait_uploader(self._awaits_remote(self._wanted))
             target = self._next()
         return None if self._closed else target
 
     def _oldest_if_full(self, target: Target) -> StreamEvent | None:
-        """The end of the oldest copy if too many bytes are in flight to issue another."""
+        """Return the end of the oldest copy if too many bytes are in flight to issue another."""
         limit = self.in_flight_limit(target.certain)
         while self._in_flight and self._in_flight[0][0].done():
             self._in_flight.popleft()
@@ -162,8 +163,8 @@ class ThreadUploader(Uploader):
         return None
 
     def _begin(self, target: Target) -> tuple[slice, Tensor, list[StreamEvent]]:
-        """Under the lock: the bytes of the record to copy next, their source, and the events to
-        wait for."""
+        """Return the bytes of the record to copy next, their source, and the events to wait for.
+        (lock)"""
         entry, slot = target.entry, self.slots[target.slot]
         slot.entry = None  # no computation may use the slot from here on
         partial = self._partial.get(target.slot)
@@ -193,7 +194,7 @@ class ThreadUploader(Uploader):
         label = upload_label(entry, target.reason)
         counter = self._stream.name if from_host else REPLICAS
         event = self._stream.copy([(destination, source)], label, after=after, counter=counter)
-        with self._store.lock:
+        with self._sync.lock:
             self._reads_replica = False
             if from_host:
                 self._store.end_upload(entry, event)
@@ -203,9 +204,9 @@ class ThreadUploader(Uploader):
                 if self._owners[target.slot] is entry:
                     slot.entry, slot.version, slot.ready = entry, version, event
                     slot.used = False
-                self._store.wake_main()
+                self._sync.wake_main()
             elif not from_host:
-                self._store.wake_main()
+                self._sync.wake_main()
         if from_host and entry.disk_slot is not None:
             event.wait()  # the host slot can be reused now, and nothing else would say so
             self._store.upload_done(entry)

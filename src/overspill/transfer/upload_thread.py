@@ -26,7 +26,7 @@ _InjectCallback = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
 class UploadCalls(Protocol):
-    """The functions the thread calls: those of the CUDA driver, or of the CPU."""
+    """The functions the thread calls, of the CUDA driver or of the CPU."""
 
     @property
     def pinned(self) -> bool:
@@ -40,7 +40,7 @@ class UploadCalls(Protocol):
     def stream(self) -> int | None: ...
 
     def stream_waits(self, stream: torch.cuda.Stream, address: int, number: int) -> None:
-        """Makes the stream wait until the number at `address` is at least `number`."""
+        """Make the stream wait until the number at `address` is at least `number`."""
 
 
 class HostCalls:
@@ -103,7 +103,7 @@ class ArrivalEvent:
         raise AssertionError("an arrival is recorded by the upload thread")
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Makes the stream wait for it, not the caller."""
+        """Make the stream, not the caller, wait for the piece."""
         self._thread.stream_waits(stream, self._sequence)
 
     def query(self) -> bool:
@@ -115,9 +115,9 @@ class ArrivalEvent:
 
 
 class UploadThread:
-    """`commands[slot]` says what belongs in a slot and `set_uploads` which of them to carry out.
-    `issued[slot]` is the number of the last command all of whose pieces were issued, `ends[slot]`
-    the sequence number of its last piece."""
+    """The native thread. `commands[slot]` has the record that belongs in a slot; `set_uploads`
+    chooses the commands to carry out. `issued[slot]` is the number of the last command all of whose
+    pieces were issued, `ends[slot]` the sequence number of its last piece."""
 
     def __init__(
         self,
@@ -158,11 +158,12 @@ class UploadThread:
         )
 
     def completed(self) -> int:
-        """The sequence number of the last piece that has arrived."""
+        """Return the sequence number of the last piece that has arrived."""
         return self._counters[0]
 
     def arrival(self, slots: Sequence[int]) -> StreamEvent | None:
-        """When the records issued into these slots have all arrived; None if they have."""
+        """Return the event after which all records issued into these slots have arrived; None if
+        they have."""
         last = max(self.ends[slot] for slot in slots)
         return None if last <= self._counters[0] else StreamEvent(ArrivalEvent(self, last))
 
@@ -170,21 +171,22 @@ class UploadThread:
         self._calls.stream_waits(stream, self._memory.data_ptr(), sequence)
 
     def set_uploads(self, items: Sequence[int], limits: InFlightLimits, trace: bool) -> None:
-        """Replaces the list of uploads, most urgent first: slots, each followed by whether it is
+        """Replace the list of uploads, most urgent first: slots, each followed by whether it is
         certain (0 or 1). An upload that has begun continues if it is listed again."""
         packed = array.array("i", items)
         address, _ = packed.buffer_info()
         self._call("set", self.commands, address, len(packed) // 2, *limits, trace)
 
     def wait(self, commands: Sequence[tuple[int, int]], every: bool) -> bool:
-        """Waits until one of these (slot, number), or `every` one, or a later one for the slot, was
-        issued. False after 0.1 s, so that the caller can check whether it still wants it."""
+        """Wait until one of these commands (slot, number), or `every` one, or a later command for
+        the slot, was issued. False after 0.1 s, so that the caller can check whether it still wants
+        the upload."""
         slots = (ctypes.c_int32 * len(commands))(*(slot for slot, _ in commands))
         numbers = (ctypes.c_uint64 * len(commands))(*(number for _, number in commands))
         return self._call("wait", slots, numbers, len(commands), every) != _TIMED_OUT
 
     def wait_idle(self) -> bool:
-        """Waits until all uploads were issued; False after 0.1 s."""
+        """Wait until all uploads were issued; False after 0.1 s."""
         return self._call("wait_idle") != _TIMED_OUT
 
     def _call(self, name: str, *args: object) -> int:
@@ -206,7 +208,7 @@ class UploadThread:
         return code
 
     def _callback(self, inject: Callable[[], object] | None) -> Any:
-        """A C function that calls `inject` and returns 1 if that raises."""
+        """Return a C function that calls `inject` and returns 1 if that raises."""
         if inject is None:
             return _InjectCallback()
 
@@ -223,8 +225,8 @@ class UploadThread:
         return _InjectCallback(call)
 
     def take_traced(self) -> tuple[list[TracedCopy], int, int]:
-        """The traced pieces, and the bytes issued since the last call: uploads, and copies of
-        replicas."""
+        """Return the traced pieces, and the bytes issued since the last call: of uploads, and of
+        copies of replicas."""
         found: list[TracedCopy] = []
         uploaded, in_device, count = 0, 0, _TRACE_BATCH
         if self._is_forked():
@@ -239,7 +241,7 @@ class UploadThread:
         return found, uploaded, in_device
 
     def stop(self) -> None:
-        """Ends the thread; the trace can still be read."""
+        """End the thread; the trace can still be read."""
         if self._is_forked():
             return
         with self._lock:
@@ -259,13 +261,14 @@ class UploadThread:
             self._library.overspill_upload_free(handle)
 
     def _is_forked(self) -> bool:
-        """A forked child does not have the thread, and its locks may be held for ever."""
+        """Whether this is a forked child, which does not have the thread; its locks may be held for
+        ever."""
         return os.getpid() != self._process
 
 
 @functools.cache
 def upload_library() -> ctypes.CDLL | None:
-    """None without a compiler."""
+    """Return the library; None without a compiler."""
     library = load_library(Path(__file__).with_name("upload_thread.cpp"), "upload-thread")
     if library is None:
         return None

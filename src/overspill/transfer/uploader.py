@@ -1,5 +1,6 @@
-"""The uploader fills the slots of the compute device. It is told which expert belongs in which
-slot, in the order of need, and copies each one as soon as its record is ready in host memory.
+"""The uploader fills the slots of the compute device. Its caller decides which expert belongs in
+which slot, in the order of need; the uploader copies each as soon as its record is ready in host
+memory.
 
 Two implementations: `ThreadUploader`, a Python thread that works on every device and tier, and
 `NativeUploader`, a C++ thread for experts that always stay in host memory.
@@ -36,7 +37,7 @@ class Target(NamedTuple):
 
 
 class PieceSizes(NamedTuple):
-    """How uploads are cut and queued, in bytes."""
+    """Sizes of the pieces of uploads, and of the queue of copies, in bytes."""
 
     piece: int = 4 << 20
     """The smallest piece of a record; from 4 MiB on a copy uses the full bandwidth of the link."""
@@ -63,7 +64,7 @@ class Slot:
 
 
 class Uploader(abc.ABC):
-    """Uploads experts into slots. Methods marked with (lock) are called under the store's lock."""
+    """Uploads of experts into slots. Methods marked (lock) are called under the store's lock."""
 
     def __init__(self, slab: Tensor, n_slots: int, sizes: PieceSizes) -> None:
         self.slab = slab
@@ -75,8 +76,8 @@ class Uploader(abc.ABC):
 
     @abc.abstractmethod
     def set_targets(self, targets: Sequence[Target]) -> None:
-        """Replaces the list of what belongs where, most urgent first. Uploads of the old list that
-        have not started are dropped. (lock)"""
+        """Replace the list of experts and their slots, most urgent first. Uploads of the old list
+        that have not started are dropped. (lock)"""
 
     @abc.abstractmethod
     def is_issued(self, entry: Entry, slot: int) -> bool:
@@ -84,7 +85,7 @@ class Uploader(abc.ABC):
 
     @abc.abstractmethod
     def wait_issued(self, pairs: Sequence[tuple[Entry, int]], every: bool) -> None:
-        """Blocks until the upload of one of these experts, or of `every` one, was issued."""
+        """Block until the upload of one of these experts, or of `every` one, was issued."""
 
     @abc.abstractmethod
     def has_arrived(self, slot: int) -> bool:
@@ -92,7 +93,7 @@ class Uploader(abc.ABC):
 
     @abc.abstractmethod
     def end_events(self, slots: Sequence[int]) -> list[StreamEvent]:
-        """What a computation with these slots must wait for. (lock)"""
+        """Return the events that a computation with these slots must wait for. (lock)"""
 
     @abc.abstractmethod
     def idle(self) -> bool:
@@ -100,19 +101,19 @@ class Uploader(abc.ABC):
 
     @abc.abstractmethod
     def wait_idle(self) -> None:
-        """Blocks until every upload that is possible now was issued."""
+        """Block until every upload that is possible now was issued."""
 
     @abc.abstractmethod
     def withdraw_replicas(self) -> None:
-        """Blocks until nothing is issued any more from replicas that are no longer lent: what is
-        left of their uploads comes from host memory."""
+        """Block until no copy is issued any more from replicas that are no longer lent: the rest of
+        their uploads comes from host memory."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the thread and releases the slots' memory."""
+        """End the thread and release the slots' memory."""
 
     def release(self, slots: Sequence[int], used: StreamEvent) -> None:
-        """The computation that ends at `used` was the last reader of these slots. (lock)"""
+        """Set the last reader of these slots: the computation that ends at `used`. (lock)"""
         for number in slots:
             slot = self.slots[number]
             slot.free, slot.used = used, True
@@ -122,7 +123,7 @@ class Uploader(abc.ABC):
         return self.slots[slot].used
 
     def set_overlap(self, overlap: bool) -> None:
-        """Without overlap one copy is in flight at a time."""
+        """Turn overlap of copies on or off; without it one copy is in flight at a time."""
         self._overlap = overlap
 
     def _awaits_remote(self, targets: Sequence[Target]) -> bool:
@@ -131,7 +132,7 @@ class Uploader(abc.ABC):
         return any(isinstance(t.entry, RemoteExpert) and not t.entry.readable for t in targets)
 
     def in_flight_limit(self, certain: bool) -> int:
-        """Bytes that may be in flight when another piece is issued."""
+        """Return the bytes that may be in flight when another piece is issued."""
         if not self._overlap:
             return 0
         return self._certain_in_flight if certain else self.piece_bytes

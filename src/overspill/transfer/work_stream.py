@@ -13,8 +13,8 @@ from overspill.transfer.streams import COMPLETED, Inject, StreamEvent, wait_even
 
 
 class WorkStream:
-    """Carries out work in order, beside the compute stream. On a CPU the work has ended when the
-    call returns, unless fault injection defers it."""
+    """Stream beside the compute stream, whose work is carried out in order. On a CPU the work has
+    ended when the call returns, unless fault injection defers it."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class WorkStream:
         label: str = "",
         size: int = 0,
     ) -> StreamEvent:
-        """Queues `work`, which starts when the events have completed; returns its end. On a GPU the
+        """Queue `work`, which starts when the events have completed; return its end. On a GPU the
         work must use `stream`: entering it takes as long as a transfer's launches."""
         stream = self.stream
         if stream is None:
@@ -63,7 +63,7 @@ class WorkStream:
         return self._timed(stream, work, label, size)
 
     def entered(self) -> AbstractContextManager[object]:
-        """Makes the stream the current one, for work that torch queues."""
+        """Make the stream the current one, for work that torch queues."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _timed(
@@ -96,7 +96,7 @@ class Arrival:
     source: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Makes the compute stream wait; returns the result."""
+        """Make the compute stream wait for the transfer; return the result."""
         if self.source is not None:
             wait_event(self.device, self.end)
             self.source = None

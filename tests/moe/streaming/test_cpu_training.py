@@ -193,12 +193,12 @@ def test_forwards_know_what_the_cores_owe_to_the_optimizer(tmp_path: Path) -> No
         optimizer = adamw(model, task)
         train_step(model, optimizer, next(task.batches()))
         engine.flush()
-        streaming: Any = engine._streaming.started
+        streaming: Any = engine.compute.streaming
         loss_of(model, task.tokens).backward()
         gate.clear()
         optimizer.step()
         each = streaming.gradients.copies.updates.seconds
-        with streaming._store.lock:
+        with streaming._store.sync.lock:
             seconds = [streaming.seconds(layer, Phase.FORWARD, False) / each for layer in range(3)]
         gate.set()
         optimizer.zero_grad()

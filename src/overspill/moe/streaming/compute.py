@@ -48,14 +48,16 @@ class StreamingCompute:
     ) -> None:
         """`slab` is the memory of the GPU slots. `optimizer` is that of the experts on the CPU."""
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._dispatcher = dispatcher
         self._device = device
         self._settings = settings
         self._recorder = recorder
         self._threads = threads
-        n_experts = store.computed[0].n_local
-        self.cursor = StepCursor(n_experts, store.residents)
-        self.plan = SlotPlan(n_experts, store.residents, placement.slots)
+        n_experts = store.places.computed[0].n_local
+        self.cursor = StepCursor(n_experts, store.places.residents)
+        self.plan = SlotPlan(n_experts, store.places.residents, placement.slots)
         self.trace = ComputeTrace(recorder, device)
         self._slab = slab
         self._upload_stream = CopyStream("upload", device, recorder, settings.inject)
@@ -65,7 +67,7 @@ class StreamingCompute:
         self._hints: dict[int, Tensor] = {}  # rows of each expert, by layer
         self._predicted: dict[int, tuple[Tensor, float]] = {}  # and for how many tokens one stands
         self._unsupported: set[int] = set()  # layers that the CPU kernel cannot compute
-        store.watch_device(self._device_busy)
+        store.sync.device_busy = self._device_busy
         # last: a failure after it would leave a thread
         self.uploader, self._waves = self._start_uploads(settings.uploader)
 
@@ -90,13 +92,13 @@ class StreamingCompute:
         policy = self._settings.cpu_policy
         if costs is None and policy is None:
             return None
-        layout = self._store.layout
+        layout = self._store.memory.layout
         reason = why_unsupported(layout.dtype, layout.shape, None)
         if layout.format is not None:
             reason = "the kernel does not read packed experts"
         if any(layout.ranks):
             reason = "the experts have an adapter beside their weights"
-        if self._store.disk_slots:
+        if self._places.disk_slots:
             reason = "experts on disk change their host slots"
         if reason is not None:
             _log.warning("cpu_experts is off: %s", reason)
@@ -107,7 +109,7 @@ class StreamingCompute:
             max_cpu_rows(layout.shape.d_model, layout.dtype),
             lambda phase: max_kernel_rows(layout.dtype, phase is Phase.BACKWARD),
             self._on_device,
-            lambda layer, position: self._store.at(layer, position).readable,
+            lambda layer, position: self._places.at(layer, position).readable,
             policy,
             self._optimizer,
         )
@@ -117,9 +119,9 @@ class StreamingCompute:
     def _on_device(self, layer: int) -> OnDevice:
         """Experts of a layer that are on the device or on their way."""
         passes = self.cursor.stage_passes(layer, self.plan.fits)
-        found = OnDevice(set(range(self._store.residents[layer])), set(), passes)
+        found = OnDevice(set(range(self._places.residents[layer])), set(), passes)
         for position, slot in self.plan.slots(layer).items():
-            if self.uploader.is_issued(self._store.at(layer, position), slot):
+            if self.uploader.is_issued(self._places.at(layer, position), slot):
                 used = self.uploader.was_used(slot)
                 (found.resident if used else found.uploaded).add(position)
         return found
@@ -131,7 +133,7 @@ class StreamingCompute:
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether a prediction of the next forward through a layer is worth its time."""
-        with self._store.lock:
+        with self._sync.lock:
             return self.cursor.counts_ahead.wants_prediction(layer)
 
     def predict(self, layer: int, expert_ids_NK: Tensor, tokens_each: float) -> None:
@@ -145,7 +147,7 @@ class StreamingCompute:
         hints, self._hints = self._hints, {}
         predicted, self._predicted = self._predicted, {}
         ahead = self.cursor.counts_ahead
-        with self._store.lock:
+        with self._sync.lock:
             if first:  # the pass of earlier hints is over: it may have failed
                 ahead.forget_hints()
             for layer, counts_E in hints.items():
@@ -163,11 +165,11 @@ class StreamingCompute:
         trains = layer_pass.training and layer_pass.trained and not self._settings.cpu_training
         plain = layer_pass.dropout is None and layer_pass.adapters is None
         allowed = sortable and plain and not trains and self._is_supported(layer_pass)
-        with self._store.lock:
+        with self._sync.lock:
             return self.split.enter(layer_pass.layer, allowed, layer_pass.trained)
 
     def _is_supported(self, layer_pass: LayerPass) -> bool:
-        layout = self._store.layout
+        layout = self._store.memory.layout
         reason = why_unsupported(layout.dtype, layout.shape, layer_pass.activation)
         if reason is not None and layer_pass.layer not in self._unsupported:
             self._unsupported.add(layer_pass.layer)
@@ -177,7 +179,7 @@ class StreamingCompute:
     def expects_split(self, layer: int) -> bool:
         """Whether the CPU will likely get experts of the next pass through a layer."""
         assert self.split is not None
-        with self._store.lock:
+        with self._sync.lock:
             return self.split.likely(layer)
 
     def enter(self, layer_pass: LayerPass, phase: Phase, need_dw: bool = False) -> None:
@@ -185,7 +187,7 @@ class StreamingCompute:
         the rows by that."""
         rows = layer_pass.rows
         assert rows.counts is not None
-        with self._store.lock:
+        with self._sync.lock:
             self.cursor.enter(layer_pass.layer, phase, rows.counts, layer_pass.training)
             if self.split is not None:
                 layer_pass.on_cpu = self.split.decide(

@@ -115,13 +115,14 @@ class CpuExperts:
         inject: Inject | None,
     ) -> None:
         self._store = store
+        self._places = store.places
         self._cursor = cursor
         self._dispatcher = dispatcher
         self._split = split
         self._device = device
         self._threads = threads
         self._recorder = recorder
-        shape, dtype = store.layout.shape, store.layout.dtype
+        shape, dtype = store.memory.layout.shape, store.memory.layout.dtype
         max_rows = max_cpu_rows(shape.d_model, dtype)
         size = CpuBuffers.size(max_rows, shape.d_model, dtype)
         self._slab = HostSlab("token rows", 1, size, store.memory.pinned)
@@ -142,7 +143,7 @@ class CpuExperts:
                     "CPU experts need stream memory operations, which the CUDA driver lacks; set "
                     "cpu_experts=False"
                 )
-        self._runner = Runner(inject, store)
+        self._runner = Runner(inject, store.sync)
         recorder.add_source(self._collect)
 
     @property
@@ -210,7 +211,7 @@ class CpuExperts:
         self._runner.check()
         self._finish_last()
         counts = layer_pass.rows.counts
-        form = form_of(layer_pass.activation, self._store.layout.shape.gated)
+        form = form_of(layer_pass.activation, self._store.memory.layout.shape.gated)
         assert counts is not None
         assert form is not None  # else the CPU gets no experts
         positions = sorted(layer_pass.on_cpu)
@@ -237,7 +238,7 @@ class CpuExperts:
         return job
 
     def _submit(self, job: CpuJob) -> None:
-        host, shape = self._host, self._store.layout.shape
+        host, shape = self._host, self._store.memory.layout.shape
         common = self._expert_rows(job), shape, self._threads, job.request, job.form
         if job.phase is Phase.FORWARD:
             self._runner.forward(host.x, host.out, *common)
@@ -249,11 +250,11 @@ class CpuExperts:
     def _expert_rows(self, job: CpuJob) -> list[ExpertRows]:
         found = []
         for position, place in job.places.items():
-            entry = self._store.at(job.layer, position)
+            entry = self._places.at(job.layer, position)
             assert entry.host_slot is not None
             record = self._records.get(entry.host_slot)
             if record is None:
-                record = self._store.layout.weights(self._store.host(entry, Part.WEIGHTS))
+                record = self._store.memory.layout.weights(self._store.host(entry, Part.WEIGHTS))
                 self._records[entry.host_slot] = record
             found.append(ExpertRows(record, *place))
         return found
@@ -301,7 +302,7 @@ class CpuExperts:
 
     def _collect(self) -> None:
         """Note the times of jobs that have ended. Any thread may call it."""
-        with self._store.lock:
+        with self._store.sync.lock:
             while self._running:
                 times = self._running[0].request.times
                 if not times[1]:  # written last, so it is read first
@@ -309,7 +310,7 @@ class CpuExperts:
                 start, end = times
                 job = self._running.popleft()
                 if job.traced:
-                    size = len(job.places) * self._store.layout.weight_bytes
+                    size = len(job.places) * self._store.memory.layout.weight_bytes
                     self._recorder.past_span("cpu compute", job.label, start, end, size)
                 self._note(job, (end - start) / 1e9)
 

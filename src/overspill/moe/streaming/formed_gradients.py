@@ -58,11 +58,15 @@ class FormedGradients:
     ) -> None:
         """`kept` are the experts with a kept gradient, which this does not change."""
         self._store = store
+        self._places = store.places
         self._copies = copies
         self._kept = kept
         self._end_cpu_job = end_cpu_job
-        self._most, self._capacity = max_factors(store.layout), rows_of_record(store.layout)
-        self._row_bytes = factor_row_bytes(store.layout.shape, store.layout.dtype)
+        self._most, self._capacity = (
+            max_factors(store.memory.layout),
+            rows_of_record(store.memory.layout),
+        )
+        self._row_bytes = factor_row_bytes(store.memory.layout.shape, store.memory.layout.dtype)
         self._factored: dict[int, FactorRows] = {}  # kept factors, by the number of the expert
         self._placed: list[_Placed] = []
         self._buffer: int | None = None  # of the ring, with `_used` rows
@@ -88,7 +92,7 @@ class FormedGradients:
         return {position: self._place(entry, rows[position]) for position, entry in entries.items()}
 
     def _place(self, entry: Entry, rows: int) -> WeightGradient:
-        layout, number = self._store.layout, entry.number
+        layout, number = self._store.memory.layout, entry.number
         square = self._copies.squares[number : number + 1]
         if Part.GRADS not in self._store.memory.slabs:  # gradients have no memory of their own
             first = self._take_room(rows)
@@ -120,8 +124,8 @@ class FormedGradients:
         return first
 
     def _left(self, memory: torch.Tensor, first: int, square: torch.Tensor) -> WeightGradient:
-        rest = self._store.layout.weights(memory)[
-            first * self._row_bytes // self._store.layout.dtype.itemsize :
+        rest = self._store.memory.layout.weights(memory)[
+            first * self._row_bytes // self._store.memory.layout.dtype.itemsize :
         ]
         return WeightGradient(rest, square, GradientKind.FACTORED)
 
@@ -143,7 +147,7 @@ class FormedGradients:
     def form(self, numbers: Collection[int]) -> None:
         """Let update threads form the gradients of these experts, where factors are kept."""
         for number in sorted(self._factored.keys() & set(numbers)):
-            entry, arrived = self._store.entries[number], self._kept[number]
+            entry, arrived = self._places.entries[number], self._kept[number]
             factors = self.take_factors(number)
             self._copies.updates.submit(Update(entry, arrived, accumulate=True, factors=factors))
 
@@ -151,7 +155,7 @@ class FormedGradients:
         """Let update threads compute the squares of all kept factors."""
         for number, factors in self._factored.items():
             if not factors.is_measured:
-                entry, arrived = self._store.entries[number], self._kept[number]
+                entry, arrived = self._places.entries[number], self._kept[number]
                 update = Update(entry, arrived, use_kept=True, factors=factors)
                 self._copies.updates.submit(update)
                 self._factored[number] = factors._replace(is_measured=True)

@@ -43,9 +43,11 @@ class GradientCopies:
         self._progress = progress
         self.downloads = Downloads(stream, limit)
         pinned = store.memory.pinned
-        self.squares = torch.zeros(len(store.entries), pin_memory=pinned)
+        self.squares = torch.zeros(len(store.places.entries), pin_memory=pinned)
         """Of each expert's gradient, by its number."""
-        self._added_squares = torch.zeros(len(store.entries), pin_memory=pinned)  # to a kept one
+        self._added_squares = torch.zeros(
+            len(store.places.entries), pin_memory=pinned
+        )  # to a kept one
         args = self.squares, self._added_squares, threads, stream.recorder, stream.inject
         self.updates = Updates(store, *args)
         self._awaited: Entry | None = None  # its gradient waits for a host slot
@@ -53,9 +55,9 @@ class GradientCopies:
     def start_updates(self, buffers: int) -> None:
         """Allocate a ring of `buffers` and start the update threads, once."""
         if not self.updates.is_started:
-            store, size = self._store, self._store.layout.weight_bytes
+            store, size = self._store, self._store.memory.layout.weight_bytes
             slab = HostSlab("gradient buffers", buffers, size, store.memory.pinned, self._progress)
-            self.updates.start(GradientRing(store, slab))
+            self.updates.start(GradientRing(store.sync, slab))
 
     def waiting(self) -> list[tuple[Entry, Part]]:
         """Return the expert whose gradient waits for a host slot, then experts whose update waits
@@ -72,7 +74,7 @@ class GradientCopies:
         buffer = ring.take()
         try:
             squares = self._added_squares if is_added else self.squares
-            flat = self._store.layout.weights(ring.buffers[buffer])
+            flat = self._store.memory.layout.weights(ring.buffers[buffer])
             return buffer, self._copy(gradient, flat, squares[gradient.entry.number])
         except BaseException:
             ring.give(buffer)
@@ -83,18 +85,20 @@ class GradientCopies:
         store, entry = self._store, gradient.entry
         square = self.squares[entry.number]
         if entry.disk_slot is None:  # its host slot is its own
-            return self._copy(gradient, store.layout.weights(store.host(entry, Part.GRADS)), square)
-        with store.lock:
+            return self._copy(
+                gradient, store.memory.layout.weights(store.host(entry, Part.GRADS)), square
+            )
+        with store.sync.lock:
             # first: the GPU may hold more experts than the host, and experts of this wave that were
             # delivered before must make room
             self._awaited = entry
             try:
-                store.request_transfers()
-                store.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
+                store.disk.request_transfers()
+                store.sync.wait(lambda: entry.host_slot is not None, "a host slot (disk transfers)")
             finally:
                 self._awaited = None
             store.hold(entry)
-            flat = store.layout.weights(store.host(entry, Part.GRADS))
+            flat = store.memory.layout.weights(store.host(entry, Part.GRADS))
             store.keep_gradient(entry)
         try:
             arrived = self._copy(gradient, flat, square)
@@ -109,7 +113,7 @@ class GradientCopies:
 
     def _copy(self, gradient: Gradient, flat: Tensor, square: Tensor) -> StreamEvent:
         entry = gradient.entry
-        starts = self._store.layout.shape.starts
+        starts = self._store.memory.layout.shape.starts
         pairs = [
             (flat[start : start + part.numel()], part.reshape(-1))
             for start, part in zip(starts, gradient.parts, strict=True)
@@ -125,7 +129,7 @@ class GradientCopies:
         self.updates.wait_idle()  # it reads the same numbers
         bad = (~torch.isfinite(self.squares)).nonzero().flatten().tolist()
         self.squares[bad] = 0.0
-        first = self._store.entries[bad[0]].id
+        first = self._store.places.entries[bad[0]].id
         raise NonFiniteError(
             f"the gradient of {len(bad)} experts (first: layer {first.layer}, expert "
             f"{first.index}) is NaN or infinite; they were not updated. Lower the learning "

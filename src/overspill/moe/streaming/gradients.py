@@ -58,6 +58,8 @@ class StreamingGradients(GradientSink):
         `end_cpu_job` until the CPU computes no experts. Ranks that compute experts of each other
         have `outboxes`."""
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._wait_readers = wait_readers
         self._cursor = cursor
         self._placement = placement
@@ -66,23 +68,23 @@ class StreamingGradients(GradientSink):
         self._device = device
         # the gradients of a layer are downloaded while the next one computes
         on_device = max(min(_ON_DEVICE, placement.slots), placement.slots // 2)
-        limit = on_device * store.layout.weight_bytes
+        limit = on_device * store.memory.layout.weight_bytes
         self.copies = GradientCopies(store, stream, limit, threads, progress)
         self.host_gradients = HostGradients(
-            store.layout,
+            store.memory.layout,
             device,
-            lambda: store.unused_memory(Part.GRADS),
+            lambda: _unused_memory(store),
             self.copies.downloads,
             stream.inject,
         )
-        self.on_device = DeviceGradients(store.layout, device)
+        self.on_device = DeviceGradients(store.memory.layout, device)
         # experts whose host slot holds part of this step's gradient, and when it has arrived
         self._kept: dict[int, StreamEvent] = {}
         self.formed = FormedGradients(store, self.copies, self._kept, end_cpu_job)
         # whether a gradient was not finite that was or will be added to others, if there was one
         self._not_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_added = False
-        self._shared = SharedGradients(outboxes, store)
+        self._shared = SharedGradients(outboxes, store.places)
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class StreamingGradients(GradientSink):
         """Allocate memory for kept gradients, once."""
         if Part.GRADS in self._store.memory.slabs:
             return
-        kept = self._store.host_slots * self._store.layout.weight_bytes
+        kept = self._places.host_slots * self._store.memory.layout.weight_bytes
         need = self.host_bytes() + kept + self._placement.reserved
         if need > self._placement.host_memory:
             raise BudgetError(
@@ -109,8 +111,8 @@ class StreamingGradients(GradientSink):
 
     def reset_states(self) -> None:
         self.wait()
-        for layer in range(self._store.n_layers):
-            for entry in self._store.streamed(layer):
+        for layer in range(self._places.n_layers):
+            for entry in self._places.streamed(layer):
                 self._store.write_part(entry, Part.STATES, _zero)
 
     def host_bytes(self) -> int:
@@ -128,9 +130,11 @@ class StreamingGradients(GradientSink):
         more: bool = False,
     ) -> None:
         self._trace.end_wave()  # before the host may have to wait for a buffer
-        dw = [part.to(self._store.layout.dtype) for part in dw]
+        dw = [part.to(self._store.memory.layout.dtype) for part in dw]
         assert wave.counts is not None
-        offsets = {o: self._store.at(layer, wave.first + o) for o, n in enumerate(wave.counts) if n}
+        offsets = {
+            o: self._places.at(layer, wave.first + o) for o, n in enumerate(wave.counts) if n
+        }
         outbox = self._shared.slots(offsets)
         if not more:
             for offset, entry in offsets.items():
@@ -151,7 +155,7 @@ class StreamingGradients(GradientSink):
                 self.copies.updates.submit(self._shared.publication(entry, slot, arrived))
             elif not (more and not in_host and self.on_device.add(entry.number, parts)):
                 self._send(gradient, hyper)
-            finished.append(self._store.position(entry))
+            finished.append(self._places.position(entry))
             if entry.disk_slot is not None:  # the next expert may wait for its host slot
                 self._finish(finished)
         self._finish(finished)
@@ -164,7 +168,7 @@ class StreamingGradients(GradientSink):
         """Return the memory where the CPU leaves the gradients of experts with these token rows, by
         position. With `updates` they will complete the step's gradient, and the experts may be
         updated then; `more` as in `add`. Waits until nothing else uses the memory."""
-        entries = {position: self._store.at(layer, position) for position in rows}
+        entries = {position: self._places.at(layer, position) for position in rows}
         if not more:
             self._leave_device({entry.number for entry in entries.values()})
         if not updates:
@@ -184,7 +188,7 @@ class StreamingGradients(GradientSink):
                 self._kept[entry.number] = end
                 self._update(entry, hyper)
             self._kept.pop(entry.number, None)  # it is used now
-        self._finish([self._store.position(entry) for entry, _, _ in placed])
+        self._finish([self._places.position(entry) for entry, _, _ in placed])
 
     # -- gradients that other ranks compute ---------------------------------------------------
 
@@ -201,7 +205,7 @@ class StreamingGradients(GradientSink):
         return self._kept.pop(entry.number, None)
 
     def _finish(self, positions: list[int]) -> None:
-        with self._store.lock:
+        with self._sync.lock:
             self._cursor.finish(positions)
         positions.clear()
 
@@ -211,7 +215,7 @@ class StreamingGradients(GradientSink):
             parts = self.on_device.take(number)
             (square,) = expert_squares([part[None] for part in parts])
             made = record_event(self._device)
-            self._send(Gradient(self._store.entries[number], parts, square, made), None)
+            self._send(Gradient(self._places.entries[number], parts, square, made), None)
 
     def _send(self, gradient: Gradient, hyper: AdamHyper | None) -> None:
         entry, number = gradient.entry, gradient.entry.number
@@ -235,8 +239,10 @@ class StreamingGradients(GradientSink):
         if counts is None:
             # In step(), not in backward: a forward without gradients may still be running.
             self.wait_readers()
-        self._leave_device({entry.number for entry in self._store.layer_entries(layer)})
-        for position, entry in enumerate(self._store.streamed(layer), self._store.residents[layer]):
+        self._leave_device({entry.number for entry in self._places.layer_entries(layer)})
+        for position, entry in enumerate(
+            self._places.streamed(layer), self._places.residents[layer]
+        ):
             if hyper is None:
                 self._store.begin_update(entry)
             elif entry.number not in self._shared.updated and (
@@ -262,33 +268,35 @@ class StreamingGradients(GradientSink):
         self.copies.updates.submit(update)
 
     def squares(self) -> dict[int, float]:
-        self._leave_device(range(len(self._store.entries)))
+        self._leave_device(range(len(self._places.entries)))
         self.formed.measure()
         self._settle()
         kept = sorted(self._kept)
         return dict(zip(kept, self.copies.squares[kept].tolist(), strict=True))
 
     def kept(self) -> Collection[int]:
-        self._leave_device(range(len(self._store.entries)))
+        self._leave_device(range(len(self._places.entries)))
         self.formed.form(self._kept.keys())
         self._settle()
         return self._kept.keys()
 
     def change_kept(self, number: int, change: Callable[[Tensor], None]) -> None:
-        store, entry, is_kept = self._store, self._store.entries[number], number in self._kept
-        grad = torch.zeros(store.layout.shape.numel, dtype=store.layout.dtype)
+        store, entry, is_kept = self._store, self._places.entries[number], number in self._kept
+        grad = torch.zeros(store.memory.layout.shape.numel, dtype=store.memory.layout.dtype)
         if is_kept:
-            with store.lock:  # the host slot must not be reused
-                store.wait(lambda: not entry.io, "disk transfers of a kept gradient")
-                grad.copy_(store.layout.weights(store.read_part(entry, Part.GRADS)))
+            with self._sync.lock:  # the host slot must not be reused
+                self._sync.wait(lambda: not entry.io, "disk transfers of a kept gradient")
+                grad.copy_(store.memory.layout.weights(store.read_part(entry, Part.GRADS)))
         change(grad)  # without the lock, because it waits for other nodes
         self._allocate_kept()
 
         def fill(memory: Tensor) -> None:
-            store.layout.weights(memory).copy_(grad)
+            store.memory.layout.weights(memory).copy_(grad)
 
         store.write_part(entry, Part.GRADS, fill)
-        (self.copies.squares[number],) = expert_squares(tensors_of(grad[None], store.layout.shape))
+        (self.copies.squares[number],) = expert_squares(
+            tensors_of(grad[None], store.memory.layout.shape)
+        )
         self._kept.setdefault(number, COMPLETED)
 
     def _settle(self) -> None:
@@ -310,8 +318,8 @@ class StreamingGradients(GradientSink):
     def step(self, kept: Mapping[int, AdamHyper]) -> None:
         self._shared.forget()
         for layer, hyper in sorted(kept.items()):
-            with self._store.lock:  # once, although update threads want it
-                for entry in self._store.streamed(layer):
+            with self._sync.lock:  # once, although update threads want it
+                for entry in self._places.streamed(layer):
                     self._update(entry, hyper)
         self._kept.clear()
         self._forget_added()
@@ -322,13 +330,13 @@ class StreamingGradients(GradientSink):
 
     def discard(self, layer: int | None = None) -> None:
         store = self._store
-        store.wake_all()  # an interrupt may have come before a thread was woken
+        self._sync.wake_all()  # an interrupt may have come before a thread was woken
         self.formed.drop_placed()
         self.wait()  # a gradient that is being accumulated must not come later
-        dropped = store.entries if layer is None else store.layer_entries(layer)
+        dropped = self._places.entries if layer is None else self._places.layer_entries(layer)
         numbers = {entry.number for entry in dropped}
-        with store.lock:
-            pending = [e for e in store.entries if e.stale and e.number not in numbers]
+        with self._sync.lock:
+            pending = [e for e in self._places.entries if e.stale and e.number not in numbers]
             store.discard_gradients(self._kept.keys() & numbers)
             for entry in pending:  # the gradients of other layers still wait for step()
                 store.begin_update(entry)
@@ -369,6 +377,14 @@ class StreamingGradients(GradientSink):
         self._shared.stop()
         self.copies.close()
         self._shared.close()
+
+
+def _unused_memory(store: ExpertStore) -> list[Tensor]:
+    """Return the gradient memory of the free host slots, until residents are changed. There must be
+    no experts on disk, which would use it."""
+    assert not store.places.disk_slots
+    slab = store.memory.slabs[Part.GRADS]
+    return [slab[slot] for slot in store.places.free_slots]
 
 
 def _zero(memory: Tensor) -> None:

@@ -8,7 +8,7 @@ from overspill.core.experts import ExpertId
 from overspill.optim.arguments import AdamHyper
 from overspill.optim.updates import Update
 from overspill.tiers.entry import Entry
-from overspill.tiers.store import ExpertStore
+from overspill.tiers.places import ExpertPlaces
 from overspill.transfer.outboxes import GradientPart, Outboxes
 from overspill.transfer.streams import StreamEvent, all_of
 
@@ -18,10 +18,10 @@ class SharedGradients:
     its own experts with those of all. `StreamingGradients` copies gradients and submits the
     updates."""
 
-    def __init__(self, outboxes: Outboxes | None, store: ExpertStore) -> None:
+    def __init__(self, outboxes: Outboxes | None, places: ExpertPlaces) -> None:
         """Without `outboxes` nothing is shared."""
         self._outboxes = outboxes
-        self._store = store
+        self._places = places
         self._collected: list[Sequence[GradientPart]] = []  # parts of this step's gradients
         self.updated: set[int] = set()
         """Experts that were updated with such parts in this step."""
@@ -55,7 +55,7 @@ class SharedGradients:
         if (outboxes := self._outboxes) is None:
             return
         for expert, parts in outboxes.owned():
-            entry = self._store.entry(ExpertId(layer, expert))
+            entry = self._places.entry(ExpertId(layer, expert))
             kept, arrived = take_kept(entry), outboxes.arrival(parts)
             self._collected.append(parts)
             if hyper is not None:

@@ -50,8 +50,10 @@ class Streaming:
         shared: SharedExperts | None = None,
     ) -> None:
         """`updates_at_once` says whether a backward that runs now would update experts."""
-        layout = store.layout
+        layout = store.memory.layout
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._updates_at_once = updates_at_once
         self._interrupted = False
         self.gradients: StreamingGradients | None = None
@@ -80,7 +82,7 @@ class Streaming:
                     self.compute.end_cpu_job,
                 )
             self._stager: Stager | None = None
-            if store.disk_slots:
+            if store.places.disk_slots:
                 inject, training = settings.inject, placement.training
                 self._stager = Stager(store, self._needs, _SSD_WORKERS, recorder, inject, training)
             undo.pop_all()
@@ -99,10 +101,10 @@ class Streaming:
             return 0.0
         number, updates = 0.0, self.gradients.copies.updates
         if phase is Phase.FORWARD:
-            own = sum(entry.stale for entry in self._store.streamed(layer))
-            number = max(own, updates.pending / (self._store.n_layers - layer))
+            own = sum(entry.stale for entry in self._places.streamed(layer))
+            number = max(own, updates.pending / (self._places.n_layers - layer))
         elif need_dw and self._updates_at_once():
-            number = len(self._store.streamed(layer))
+            number = len(self._places.streamed(layer))
         return number * updates.seconds
 
     # -- needs and settings -------------------------------------------------------------------
@@ -114,12 +116,12 @@ class Streaming:
             yield from self.gradients.copies.waiting()
         for layer, position, states in self.compute.cursor.needed(self._updates_at_once()):
             parts = Part.WEIGHTS | Part.STATES if states else Part.WEIGHTS
-            entry = self._store.at(layer, position)
+            entry = self._places.at(layer, position)
             if states or self._store.replicas.of(entry) is None:
                 yield entry, parts
 
     def set_settings(self, settings: Settings) -> None:
-        """While nothing is being computed or transferred."""
+        """Change the settings, while nothing is being computed or transferred."""
         if settings.cpu_experts and self.compute.split is None:
             _log.warning("cpu_experts: nothing was measured; set it when the model is offloaded")
         self.compute.set_settings(settings)  # first: it may refuse them
@@ -127,16 +129,16 @@ class Streaming:
             self.gradients.overlap_updates = settings.overlap_updates
 
     def lend(self, replicas: Mapping[int, Replica]) -> None:
-        """Lets uploads read these replicas in place of host memory, and no others from now on."""
-        with self._store.lock:
+        """Let uploads read these replicas in place of host memory, and no others from now on."""
+        with self._sync.lock:
             self._store.replicas.lent = replicas
-            self._store.wake_uploader()  # experts on disk may have one
+            self._sync.wake_uploader()  # experts on disk may have one
         self.compute.uploader.withdraw_replicas()
-        self._store.request_transfers()
+        self._store.disk.request_transfers()
 
     def stop_uploads(self) -> None:
         """Drop uploads that were not issued; the next pass asks for those it needs."""
-        with self._store.lock:
+        with self._sync.lock:
             self.compute.uploader.set_targets([])
 
     def residents_changed(self) -> None:
@@ -144,16 +146,16 @@ class Streaming:
         if self.gradients is not None:
             self.gradients.host_gradients.reset()
         self.stop_uploads()
-        self._store.request_transfers()
+        self._store.disk.request_transfers()
 
     def wait(self) -> None:
-        """Waits until every transfer and update has ended."""
-        self._store.wake_all()  # an interrupt may have come before a thread was woken
+        """Wait until every transfer and update has ended."""
+        self._sync.wake_all()  # an interrupt may have come before a thread was woken
         if self.gradients is not None:
             self.gradients.wait()
         # all at once: a task that ends may let another begin
         what = "pending transfers and updates (uploader, update thread, disk transfers)"
-        self._store.wait(self._idle, what)
+        self._sync.wait(self._idle, what)
         self.compute.wait_readers()
 
     def _idle(self) -> bool:
@@ -184,7 +186,7 @@ class Streaming:
     def recover(self) -> None:
         """Before a pass or a move, under the engine's lock: in inference a transfer that has failed
         loses nothing, so transfers begin anew. In training the failure stays."""
-        error = self._store.error
+        error = self._sync.error
         if error is None or self.gradients is not None or self._interrupted:
             return
         _log.warning("transfers of experts begin anew after a failure: %s", error)
@@ -194,11 +196,9 @@ class Streaming:
             self._store.recover()
 
     def interrupt(self) -> None:
-        """Makes a pass of another thread raise where it waits."""
+        """Make a pass of another thread raise where it waits."""
         self._interrupted = True
-        self._store.fail(
-            OrderError("the engine was closed while it was used; load the model again")
-        )
+        self._sync.fail(OrderError("the engine was closed while it was used; load the model again"))
 
     def close(self) -> None:
         self.compute.close()

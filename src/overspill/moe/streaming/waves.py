@@ -41,13 +41,15 @@ class Waves:
         device: torch.device,
     ) -> None:
         self._store = store
+        self._sync = store.sync
+        self._places = store.places
         self._cursor = cursor
         self._plan = plan
         self._split = split
         self._uploader = uploader
         self._trace = trace
         self._device = device
-        self._slot_weights = store.layout.weights(uploader.slab)
+        self._slot_weights = store.memory.layout.weights(uploader.slab)
         self._stream: torch.cuda.Stream | None = None  # of the last pass
         self._focused = (-1, -1)  # the pass and the part of its layer that were needed last
         self._uploaded: list[int] = []  # the experts of this part, in the order of their uploads
@@ -61,13 +63,13 @@ class Waves:
     ) -> Iterator[Wave]:
         """A layer's experts, or those at some positions, wave by wave; compute one before asking
         for the next. One pass may ask several times, for different positions."""
-        with self._store.lock:
+        with self._sync.lock:
             self._plan.refresh()
         layer, counts = layer_pass.layer, layer_pass.device_counts
         starts = [0, *itertools.accumulate(counts)]
         # experts on disk share few host slots: they cannot all be on their way at once
         small = self._split is not None and self._split.is_small(counts, phase)
-        wait_for_all = small and not self._store.disk_slots
+        wait_for_all = small and not self._places.disk_slots
         for part in range(self._plan.n_parts):
             pending = [
                 p
@@ -96,10 +98,10 @@ class Waves:
                 finally:  # also if the pass has failed: the device may still compute
                     self._trace.end_wave()
                     used = record_event(self._device)  # a slot may be filled again after this
-                    with self._store.lock:
+                    with self._sync.lock:
                         self._uploader.release(slots, used)
                         self._cursor.finish(run)
-                        self._store.request_transfers()
+                        self._store.disk.request_transfers()
                 pending = [position for position in pending if position not in run]
         self._trace.leave_experts()
 
@@ -119,15 +121,15 @@ class Waves:
         here = self._cursor.passes, part
         if here == self._focused:
             return self._uploaded
-        with self._store.lock:
+        with self._sync.lock:
             needed = self._cursor.chunks(part, self._plan.n_parts, ahead)
             planned = self._plan.follow(needed, self._uploads)
             layer, positions, _ = planned[0]
-            self._store.retry_reads(self._store.at(layer, position) for position in positions)
+            self._store.disk.retry_reads(self._places.at(layer, position) for position in positions)
             self._uploader.set_targets(
                 list(itertools.chain.from_iterable(map(self._targets, planned)))
             )
-            self._store.request_transfers()
+            self._store.disk.request_transfers()
             self._focused, self._uploaded = here, positions
             return positions
 
@@ -135,11 +137,11 @@ class Waves:
         if self._split is not None:
             return self._split.uploads(layer, positions)
         busy = [position for position in self._cursor.busy(layer) if position in positions]
-        remote = self._store.remote_experts.ids
+        remote = self._places.remote_experts.ids
         if not remote or self._cursor.expected(layer)[1] is CountSource.ROUTING:
             return busy
         # which rank computes a remote expert is not known, and its owner may be updating it
-        return [position for position in busy if position < self._store.experts.n_local]
+        return [position for position in busy if position < self._places.experts.n_local]
 
     def _targets(self, chunk: PlannedChunk) -> Iterator[Target]:
         counts, source = self._cursor.expected(chunk.layer)
@@ -149,7 +151,7 @@ class Waves:
         elif not certain:
             certain = counts is not None and min(counts) >= 1
         for position, slot in zip(chunk.positions, chunk.slots, strict=True):
-            yield Target(self._store.at(chunk.layer, position), slot, source.value, certain)
+            yield Target(self._places.at(chunk.layer, position), slot, source.value, certain)
 
     def _await_wave(
         self,
@@ -164,12 +166,12 @@ class Waves:
         `wait_for_all` of all), then takes the experts that may compute with it: (positions, slots,
         upload ends)."""
         uploader = self._uploader
-        with self._store.lock:
-            self._store.request_transfers()  # host slots of passed experts are free now
+        with self._sync.lock:
+            self._store.disk.request_transfers()  # host slots of passed experts are free now
             slot_of = self._plan.slots(layer)
-        pairs = {p: (self._store.at(layer, p), slot_of[p]) for p in pending}
+        pairs = {p: (self._places.at(layer, p), slot_of[p]) for p in pending}
         uploader.wait_issued(list(pairs.values()), every=wait_for_all)
-        with self._store.lock:
+        with self._sync.lock:
             issued = {p for p in pending if uploader.is_issued(*pairs[p])}
             order = sorted(pending)
             candidates = []
