@@ -86,6 +86,17 @@ def test_the_rest_of_an_upload_comes_from_host_memory_once_its_replica_is_withdr
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_withdrawing_is_allowed_once_the_uploader_is_closed(kind: str) -> None:
+    """A pass fails when its engine is closed, and its replicas are withdrawn then."""
+    bench = Bench(kind, experts=2, slots=2)
+    lend(bench, 0)
+    bench.target((0, 0), (1, 1))
+    bench.wait_issued((0, 0), (1, 1))
+    bench.close()
+    withdraw(bench)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_withdrawing_waits_for_a_copy_that_is_being_issued(kind: str) -> None:
     begun, go = threading.Event(), threading.Event()
 
