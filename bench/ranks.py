@@ -28,6 +28,7 @@ from overspill.models.config import GPTConfig
 from overspill.models.gpt import GPTMoE
 from overspill.models.presets import get_preset
 from overspill.moe.settings import Settings
+from overspill.parallel import dense
 from overspill.parallel.exchange.interface import Exchange
 from overspill.parallel.ranks import Ranks
 from overspill.transfer.work_stream import Arrival
@@ -144,7 +145,7 @@ class ExchangeTimer:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for owner, name in ((Exchange, "send"), (Ranks, "gather_numbers"), (Ranks, "average_")):
+        for owner, name in ((Exchange, "send"), (Ranks, "gather_numbers"), (dense, "average_")):
             setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:

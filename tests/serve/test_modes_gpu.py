@@ -177,7 +177,7 @@ def test_a_step_whose_capture_finds_no_memory_is_tried_again(
 ) -> None:
     """Copies have begun on another stream. Copies of experts give way; the second model is
     computed by its modules."""
-    from overspill.serve.decode import module_step, step
+    from overspill.serve.decode import step_experts
 
     failed: list[bool] = []
 
@@ -190,8 +190,7 @@ def test_a_step_whose_capture_finds_no_memory_is_tried_again(
 
         return experts
 
-    for module in (step, module_step):
-        monkeypatch.setattr(module, "experts", fail_once(module.experts))
+    monkeypatch.setattr(step_experts, "experts", fail_once(step_experts.experts))
     plain = make_model(family(name)).eval().to("cuda")
     expected = tokens_of(plain, PROMPTS[0], 12)
     with (

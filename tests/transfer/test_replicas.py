@@ -1,6 +1,7 @@
 """Uploads from replicas: copies of experts on the device, which are lent for a while."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -83,6 +84,30 @@ def test_the_rest_of_an_upload_comes_from_host_memory_once_its_replica_is_withdr
     bench.wait_issued((0, 0), (1, 1), (2, 2))
     assert all(bench.holds(slot, slot + 1) for slot in range(3))
     bench.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_replica_is_referenced_once_it_is_withdrawn(kind: str) -> None:
+    """Its memory may be needed for something else."""
+    bench = Bench(kind, experts=1, slots=1)
+    memory = weakref.ref(lend(bench, 0))
+    bench.target((0, 0))
+    bench.wait_issued((0, 0))
+    withdraw(bench)
+    bench.uploader.wait_idle()
+    assert memory() is None
+    bench.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_withdrawing_is_allowed_once_the_uploader_is_closed(kind: str) -> None:
+    """A pass fails when its engine is closed, and its replicas are withdrawn then."""
+    bench = Bench(kind, experts=2, slots=2)
+    lend(bench, 0)
+    bench.target((0, 0), (1, 1))
+    bench.wait_issued((0, 0), (1, 1))
+    bench.close()
+    withdraw(bench)
 
 
 @pytest.mark.parametrize("kind", KINDS)

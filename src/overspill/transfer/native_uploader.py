@@ -102,6 +102,8 @@ class NativeUploader(Uploader):
 
     def withdraw_replicas(self) -> None:
         with self._sync.lock:
+            if self._closed:  # during a pass, which fails
+                return
             for slot in self._from_replicas:
                 if not self._all_issued(slot):
                     self.slots[slot].entry = None  # what is still wanted begins again

@@ -140,6 +140,7 @@ class ThreadUploader(Uploader):
                     oldest.wait()  # then look again: another upload may be more urgent
                 else:
                     self._issue(target, piece, source, after)
+                    del source  # a replica may be given back while this thread waits
         except BaseException as error:  # the main thread waits for uploads
             self._sync.fail(error)
 

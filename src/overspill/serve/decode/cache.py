@@ -162,8 +162,10 @@ class ExpertCache:
         self._slabs.clear()
 
     def __del__(self) -> None:
-        """Uploads may run when the LLM is given up: they write to memory that is free then."""
+        """Uploads may run when the LLM is given up: they write to memory that is free then, or read
+        from it."""
         if self._stream is not None and not (self._engine.lifetime.forked or sys.is_finalizing()):
+            self._wait_for_reads()
             self._stream.synchronize()
 
     def _wait(self) -> None:
