@@ -268,11 +268,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": [2]}, "rank_pattern is not a JSON object"),
     ({"target_modules": ["q_proj", "o_proj", "k_proj"]}, "nothing for .*k_proj, which its target"),
     (
-        {"target_modules": ["q_proj", "o_proj", "q_a_proj"]},
-        "target_modules names q_a_proj, and this mixtral has nothing of this name",
-    ),
-    ({"target_parameters": ["experts.gate_up_proj_bias"]}, "target_parameters names experts.gate_"),
-    (
         {"auto_mapping": {"parent_library": "transformers.models.gpt_oss.modeling_gpt_oss"}},
         "its base model is of gpt_oss, and this one of mixtral",
     ),

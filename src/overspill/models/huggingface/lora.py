@@ -36,10 +36,6 @@ _PREFIX = "base_model.model."
 _BIAS = "lora_B.bias"
 _TABLE_A, _TABLE_B = "lora_embedding_A", "lora_embedding_B"
 _FAMILIES = "transformers.models."
-_USUAL_TARGETS = frozenset({
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-})  # fmt: skip
-"""Names that users list for models of any family. peft ignores those that a model lacks."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +183,8 @@ class _Matching:
     ) -> None:
         self._config, self._reader, self._model = config, reader, model
         self._tensors = dense_tensors(model)
-        self._rename, self._converters = renamer(model, set())
-        self.stacks = StackMatching(config, reader, layers, self._rename, self._converters)
+        self._rename, converters = renamer(model, set())
+        self.stacks = StackMatching(config, reader, layers, self._rename, converters)
         self._changes: dict[str, Change] = {}
 
     def changes(self) -> Mapping[str, Change]:
@@ -202,7 +198,6 @@ class _Matching:
             self._check_shapes(name, change)
         self._check_complete()
         self.stacks.check()
-        self._check_targets()
         return self._changes
 
     def _check_family(self) -> None:
@@ -213,27 +208,6 @@ class _Matching:
                 f"its base model is of {theirs.removeprefix(_FAMILIES).partition('.')[0]}, and "
                 f"this one of {own.removeprefix(_FAMILIES).partition('.')[0]} "
                 f"(auto_mapping of {ADAPTER_CONFIG})"
-            )
-
-    def _check_targets(self) -> None:
-        """Raise if the config names modules or parameters that the model lacks: the rest of the
-        adapter may fit by chance."""
-        # patterns of experts in checkpoints have modules of earlier transformers, such as w1
-        paths = [*(path for path, _ in self._model.named_modules()), *self._converters]
-        modules = {part for path in paths for part in path.split(".")} | _USUAL_TARGETS
-        parameters = [f".{name}" for name, _ in self._model.named_parameters()]
-        missing = [
-            f"target_modules names {target}"
-            for target in self._config.targets
-            if target.rpartition(".")[2] not in modules
-        ] + [
-            f"target_parameters names {target}"
-            for target in self._config.target_parameters
-            if not any(name.endswith(f".{target}") for name in parameters)
-        ]
-        if missing:
-            raise self._config.refused(
-                f"{missing[0]}, and this {self._model.config.model_type} has nothing of this name"
             )
 
     def _add(self, key: str) -> None:
