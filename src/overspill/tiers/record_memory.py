@@ -67,8 +67,9 @@ class RecordMemory:
 
     def extend(self, host_slots: int) -> None:
         """Add host slots, up to this number."""
-        for slab in self.slabs.values():  # one of them may have failed before
-            slab.extend(host_slots - len(slab))
+        for slab in self.slabs.values():
+            # after a failure or an interrupt, some slabs may have more slots than were counted
+            slab.extend(max(0, host_slots - len(slab)))
 
     def wait_allocated(self) -> None:
         """Block until the memory of all slabs is allocated and pinned."""

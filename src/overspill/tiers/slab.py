@@ -121,6 +121,8 @@ class HostSlab:
 
     def extend(self, slots: int) -> None:
         """Add slots, in memory of their own."""
+        if slots == 0:
+            return
         more = HostSlab(self.name, slots, self._slot_bytes, self._pinned)
         self._more.append(more)
         self._views += more._views
