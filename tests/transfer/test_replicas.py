@@ -107,7 +107,9 @@ def test_withdrawing_is_allowed_once_the_uploader_is_closed(kind: str) -> None:
     bench.target((0, 0), (1, 1))
     bench.wait_issued((0, 0), (1, 1))
     bench.close()
+    issued = list(bench._sources)
     withdraw(bench)
+    assert list(bench._sources) == issued
 
 
 @pytest.mark.parametrize("kind", KINDS)

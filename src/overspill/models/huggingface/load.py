@@ -94,11 +94,7 @@ def load_within(
     """Run `load` with all budgets in one object; `changes` replace fields of the model's config.
     The LoRA adapter in the folder `adapter` is added to the weights; unless `merged`, its part of
     the experts stays beside their weights, in their records."""
-    named = dtype if isinstance(dtype, str) and dtype != "auto" else None
-    if named is not None and not isinstance(getattr(torch, named, None), torch.dtype):
-        raise ConfigError(
-            f"dtype={dtype!r} is not a dtype of torch; give 'bfloat16', 'float32' or 'auto'"
-        )
+    _check_dtype(dtype)
     device = budgets.compute_device
     if packed and quantize is not None:
         raise ConfigError(
@@ -170,6 +166,16 @@ def _stored_experts(
             raise ConfigError(f"{error}; load it without packed=True (--packed)") from None
         _log.warning("experts are unpacked while they are read: %s", error)
         return recipes
+
+
+def _check_dtype(dtype: torch.dtype | str | None) -> None:
+    """Raise unless a name is that of a dtype, or "auto"."""
+    if not isinstance(dtype, str) or dtype == "auto":
+        return
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(
+            f"dtype={dtype!r} is not a dtype of torch; give 'bfloat16', 'float32' or 'auto'"
+        )
 
 
 def _check_packed(option: str, budgets: Budgets, trained: bool) -> None:

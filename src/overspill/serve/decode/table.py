@@ -1,4 +1,4 @@
-"""Where the experts are, for decoding steps that find them without the host."""
+"""Addresses of experts on the device, for decoding steps that find them without the host."""
 
 import numpy as np
 import torch
