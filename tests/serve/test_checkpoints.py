@@ -85,6 +85,16 @@ def test_answers_after_a_shared_beginning_are_those_of_transformers(
         assert llm.stats()["prompt_tokens"] - before <= 1, "the rest is not computed again"
 
 
+@pytest.mark.parametrize("piece", slow_rows([None, 20, 7], 1, 2))
+def test_a_second_prompt_continues_within_the_first_one(piece: int | None, tmp_path: Path) -> None:
+    """Its beginning ends inside the piece of a prompt that another request has computed."""
+    with sharing("lfm2_moe", tmp_path, prefill_chunk=piece) as (plain, llm, checkpoints):
+        checkpoints.prompt_blocks = 2
+        assert cached(plain, llm, [TEXT[:56]]) == [0]
+        assert cached(plain, llm, [[*TEXT[:40], 1, 2, 3]]) == [32]
+        assert cached(plain, llm, [[*TEXT[:32], 4]]) == [32]
+
+
 @pytest.mark.parametrize("piece", slow_rows([7, 1, 20], 1, 2))
 def test_prompts_in_pieces_beside_others(piece: int, tmp_path: Path) -> None:
     with sharing("lfm2_moe", tmp_path, prefill_chunk=piece) as (plain, llm, _):

@@ -7,15 +7,24 @@ from overspill.models.huggingface.recurrent import States, states_bytes
 ANSWER_BLOCKS = 8
 """An answer keeps its state whenever so many more blocks are full: a copy takes about as long as
 half a decoding step."""
+PROMPT_BLOCKS = 64
+"""Distance of states that are kept in a prompt, in full blocks: another prompt that begins in the
+same way computes fewer tokens than these again."""
 
 
 class Checkpoints:
     """Copies of states in host memory, each after a full block of the pool: at most `limit` bytes.
     Copies unused for longest are freed first."""
 
-    def __init__(self, limit: int, answer_blocks: int = ANSWER_BLOCKS) -> None:
+    def __init__(
+        self,
+        limit: int,
+        answer_blocks: int = ANSWER_BLOCKS,
+        prompt_blocks: int = PROMPT_BLOCKS,
+    ) -> None:
         self.limit = limit
         self.answer_blocks = answer_blocks
+        self.prompt_blocks = prompt_blocks
         self.nbytes = 0
         self._found: OrderedDict[int, States] = OrderedDict()  # by the numbers of contents
 

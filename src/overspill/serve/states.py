@@ -76,15 +76,17 @@ class StateSlots:
             self._seen.update({request: before for request, before, _ in parts})
 
     def _new_copies(self, part: Part) -> dict[int, States]:
-        """Return places for the copies of a piece of a prompt: after its last full block, and after
-        the last block that was computed before without a checkpoint (others have the same
-        beginning). The same prompt needs its last token again, and the block before if that is the
-        end of one."""
+        """Return places for the copies of a piece of a prompt: at regular intervals, after its last
+        full block, and after the last block that was computed before without a checkpoint (others
+        have the same beginning). The same prompt needs its last token again, and the block before
+        if that is the end of one."""
         if self._checkpoints is None or part.n_new == 1:
             return {}
         end, size = part.before + part.n_new, self._block_size
         full = end - 1 if end == part.request.prompt_tokens else end
-        wanted = full // size * size, part.request.known
+        interval = self._checkpoints.prompt_blocks * size
+        first = (part.before // interval + 1) * interval
+        wanted = {*range(first, full + 1, interval), full // size * size, part.request.known}
         return {seen: {} for seen in wanted if part.before < seen <= end}
 
     def _copy_states(self, parts: Sequence[Part]) -> None:
