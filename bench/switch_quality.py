@@ -413,8 +413,8 @@ def save(found: Sequence[Measurement], bench: Bench, out: Path | None) -> None:
         "SQuAD's training set: N = 1 matches N = 0",
         "picture": f"{RECORD}.png",
         **asdict(settings),
-        "pre-training": "ours: one quarter span corruption, three quarters cloze questions about "
-        "short passages; the first weights are drawn as in GPT-2",
+        "pre-training": "ours: half span corruption, half cloze questions about a passage; the "
+        "first weights are drawn as in GPT-2",
         "split": "every 6th article of SQuAD's development set is the test, the others are for "
         "training; WebQuestions: trainmodel and val for training, test for the test",
         "dtype": "bf16 weights, fp32 master and moments" if device == "cuda" else "fp32",

@@ -69,7 +69,7 @@ def test_examples_have_answers_that_can_be_found(data: Path, scripts: None) -> N
             rebuilt = rebuilt.replace(sentinel, rest.partition(" <extra_id_")[0])
     assert rebuilt in passages
     question, _, passage = cloze["prompt"].partition(" context: ")
-    assert any(passage in each for each in passages)
+    assert passage in passages
     assert question.count("<extra_id_0>") == 1
     assert cloze["answers"][0] in passage
     assert texts._plain(" I @-@ 95 costs $ 1 @,@ 000 ( about ) , he 's") == (
