@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -81,13 +82,10 @@ class Bench:
         **more: Any,
     ) -> None:  # fmt: skip
         headline = next(iter(metrics))
-        engine = model.overspill
-        share = sum(engine.residents) / engine.n_layers / engine.n_experts
-        metrics = metrics | {"on_gpu": metric([100 * share], "%")}
         config = {
             "row": f"{ROW}, {row}", "show": [key for key in metrics if key != headline],
             "tokens": self.tokens, "layers": model.config.num_hidden_layers,
-            "placement": engine.describe(), **more,
+            "placement": model.overspill.describe(), **more,
         }  # fmt: skip
         write_record(name, config, metrics, limit, self.args.out)
 
@@ -130,7 +128,10 @@ def one_request(bench: Bench, model: Any) -> tuple[dict[str, Metric], Limit]:
 
 def speeds_of_one(bench: Bench, model: Any, rounds: int | None = None) -> list[float]:
     with overspill.LLM(model, context=512, max_batch=1) as llm, short_collections():
-        return [each.speed for each in decode(llm, 1, bench.tokens, rounds or bench.rounds)]
+        found = [each.speed for each in decode(llm, 1, bench.tokens, rounds or bench.rounds)]
+        hits = llm.stats().get("expert_hit_rate")
+        print(f"{llm.stats().get('slots')} slots, hits by layer {hits}", flush=True)
+        return found
 
 
 def run_batch(bench: Bench) -> None:
@@ -163,15 +164,20 @@ def run_batch(bench: Bench) -> None:
 
 
 def run_prefix(bench: Bench) -> None:
-    """The first token of a prompt, and of another one with the same beginning."""
+    """The first token of a prompt, and of another one with the same beginning; also when prompts
+    upload experts that are cached."""
     with bench.packed(2) as (llm, prompts):
-        found = [two_first_tokens(bench, llm, prompts) for _ in range(bench.rounds + 1)]
-        found = found[1:] if len(found) > 1 else found  # the first one compiles kernels
-        print(f"first tokens after {found} s", flush=True)
+        engine = llm.model.overspill
+        two_first_tokens(bench, llm, prompts)  # compiles kernels
+        found = [two_first_tokens(bench, llm, prompts) for _ in range(bench.rounds)]
+        engine.switch(replace(engine.settings, prompt_replicas=False))
+        uploaded = [two_first_tokens(bench, llm, prompts) for _ in range(bench.rounds)]
+        print(f"first tokens after {found} s, with uploads {uploaded} s", flush=True)
         metrics = {
             "second": metric([second for _, second in found], "s"),
             "first": metric([first for first, _ in found], "s"),
             "share_of_first": metric([100 * second / first for first, second in found], "%"),
+            "second_with_uploads": metric([second for _, second in uploaded], "s"),
         }
         row = f"{PACKED}, {GPU} GiB, the same {bench.long} tokens before another question"
         bench.write("prefix-qwen35", row, metrics, None, llm.model)

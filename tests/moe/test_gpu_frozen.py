@@ -140,7 +140,8 @@ def test_the_most_used_experts_move_to_the_gpu(where: dict[str, object], tmp_pat
         where = {**where, "disk": tmp_path}
     model = GPTMoE(CONFIG, seed=1, device="cuda", dtype=torch.bfloat16).eval()
     before = {name: value.cpu() for name, value in model.state_dict().items()}
-    overspill.offload(model, gpu_memory="2GiB", quiet=True, **where)
+    settings = Settings(follow_usage=True)
+    overspill.offload(model, gpu_memory="2GiB", quiet=True, settings=settings, **where)
     engine, tokens = model.overspill, batches(1, 0)[0][:, :-1]
     try:
         with torch.inference_mode(), routed_by(model, TwoExperts()):

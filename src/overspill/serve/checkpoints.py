@@ -7,7 +7,7 @@ from overspill.models.huggingface.recurrent import States, states_bytes
 ANSWER_BLOCKS = 8
 """An answer keeps its state whenever so many more blocks are full: a copy takes about as long as
 half a decoding step."""
-PROMPT_BLOCKS = 64
+PROMPT_BLOCKS = 128
 """Distance of states that are kept in a prompt, in full blocks: another prompt that begins in the
 same way computes fewer tokens than these again."""
 

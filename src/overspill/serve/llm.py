@@ -54,6 +54,8 @@ _BLOCK = 16
 """Tokens of a block of keys and values."""
 _CHECKPOINT_SHARE = 1 / 16
 """Share of free host memory for states that requests with the same beginning continue from."""
+_PINNED_CHECKPOINTS = 2 << 30
+"""Most bytes of such states beside a GPU: pinning them takes a second."""
 _LEAST_PIECE = 512
 """Tokens of prompts in a batch; more where that is measured to be faster."""
 _ANSWERS_SHARE = 0.25
@@ -154,7 +156,9 @@ class LLM:
     def _new_checkpoints(self) -> Checkpoints:
         """Return checkpoints with a share of the host memory that is free now."""
         free, budget = available_memory(), self.model.overspill.memory.budget_by_tier()["host"]
-        return Checkpoints(int(_CHECKPOINT_SHARE * min(free, free if budget is None else budget)))
+        limit = int(_CHECKPOINT_SHARE * min(free, free if budget is None else budget))
+        on_gpu = self.device.type == "cuda"
+        return Checkpoints(min(limit, _PINNED_CHECKPOINTS) if on_gpu else limit)
 
     def generate(
         self,

@@ -46,8 +46,8 @@ States = dict[tuple[nn.Module, _Key], Tensor]
 """Copy of the states of one sequence in host memory."""
 
 
-_PINNED_COPIES = 8
-"""Number of copies of states for which host memory is pinned in advance."""
+_PINNED_COPIES = 64
+"""Most copies of states for which host memory is pinned in advance."""
 
 
 class StateSpan(NamedTuple):
@@ -282,7 +282,7 @@ def state_bytes(model: nn.Module) -> int:
 
 def pin_copies(model: nn.Module, most: int) -> None:
     """Pin host memory for the first copies of states, up to `most` bytes together, which torch
-    keeps for them. Otherwise a decoding step would wait for it."""
+    keeps for them. Otherwise passes and decoding steps would wait for it, and the GPU for them."""
     states = _example_states(model)
     count = min(_PINNED_COPIES, most // max(1, sum(state.nbytes for state in states)))
     made = [
