@@ -130,7 +130,7 @@ def speeds_of_one(bench: Bench, model: Any, rounds: int | None = None) -> list[f
     with overspill.LLM(model, context=512, max_batch=1) as llm, short_collections():
         found = [each.speed for each in decode(llm, 1, bench.tokens, rounds or bench.rounds)]
         hits = llm.stats().get("expert_hit_rate")
-        print(f"{llm.stats().get('slots')} slots, hits by layer {hits}", flush=True)
+        print(f"{llm.stats().get('expert_slots')} slots, hits by layer {hits}", flush=True)
         return found
 
 
