@@ -2,7 +2,7 @@
 long its prompts take: random weights, made without a checkpoint.
 
 PYTHONPATH=src python3 bench/serve_qwen35.py gpu          # bf16, all experts on the GPU
-PYTHONPATH=src python3 bench/serve_qwen35.py 24gib-4bit
+PYTHONPATH=src python3 bench/serve_qwen35.py 24gib-4bit   # and parts that share its model:
 PYTHONPATH=src python3 bench/serve_qwen35.py batch        # 16 requests, half with long prompts
 PYTHONPATH=src python3 bench/serve_qwen35.py prefix       # a long beginning that two prompts share
 PYTHONPATH=src python3 bench/serve_qwen35.py gpu --smoke  # tiny, on the CPU
@@ -66,15 +66,10 @@ class Bench:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def packed(self, max_batch: int) -> Iterator[tuple[overspill.LLM, Prompts]]:
-        """The model in 4 bits within the memory of a smaller GPU, for long prompts."""
-        budget = {} if self.smoke else {"gpu_memory": f"{GPU}GiB"}
+    def serving(self, model: Any, max_batch: int) -> Iterator[tuple[overspill.LLM, Prompts]]:
+        """An LLM for long prompts."""
         context = self.long + 2 * self.short + self.tokens
-        with (
-            gpu_memory(GPU),
-            self.model("mxfp4", **budget) as model,
-            overspill.LLM(model, context=context, max_batch=max_batch) as llm,
-        ):
+        with overspill.LLM(model, context=context, max_batch=max_batch) as llm:
             yield llm, Prompts(min(30_000, model.config.vocab_size))
 
     def write(
@@ -90,20 +85,17 @@ class Bench:
         write_record(name, config, metrics, limit, self.args.out)
 
 
-def run_gpu(bench: Bench) -> None:
+def run_gpu(bench: Bench, model: Any) -> None:
     """Everything on the GPU in bf16, one request."""
-    with bench.model(PLAIN, mode="gpu") as model:
-        metrics, limit = one_request(bench, model)
-        bench.write("serve-qwen35-gpu", "bf16, one request", metrics, limit, model)
+    metrics, limit = one_request(bench, model)
+    bench.write("serve-qwen35-gpu", "bf16, one request", metrics, limit, model)
 
 
-def run_24gib(bench: Bench) -> None:
+def run_24gib(bench: Bench, model: Any) -> None:
     """4 bits in the memory of a smaller GPU, one request."""
-    budget = {} if bench.smoke else {"gpu_memory": f"{GPU}GiB"}
-    with gpu_memory(GPU), bench.model("mxfp4", **budget) as model:
-        metrics, limit = one_request(bench, model)
-        row = f"{PACKED}, {GPU} GiB, one request"
-        bench.write("serve-qwen35-24gib-4bit", row, metrics, limit, model)
+    metrics, limit = one_request(bench, model)
+    row = f"{PACKED}, {GPU} GiB, one request"
+    bench.write("serve-qwen35-24gib-4bit", row, metrics, limit, model)
 
 
 def one_request(bench: Bench, model: Any) -> tuple[dict[str, Metric], Limit]:
@@ -134,11 +126,10 @@ def speeds_of_one(bench: Bench, model: Any, rounds: int | None = None) -> list[f
         return found
 
 
-def run_batch(bench: Bench) -> None:
+def run_batch(bench: Bench, model: Any) -> None:
     """Requests together, every second one with a long prompt, and the same one after another: with
     the same kernels, and as models are computed that cannot be batched."""
-    with bench.packed(bench.size) as (llm, prompts):
-        model = llm.model
+    with bench.serving(model, bench.size) as (llm, prompts):
         answer(llm, [prompts(bench.long), prompts(bench.short)], bench.tokens)  # kernels
         answer(llm, some(bench, prompts, bench.size), bench.tokens)
         together = [
@@ -163,11 +154,11 @@ def run_batch(bench: Bench) -> None:
         bench.write("serve-qwen35-batch", row, metrics, None, model)
 
 
-def run_prefix(bench: Bench) -> None:
+def run_prefix(bench: Bench, model: Any) -> None:
     """The first token of a prompt, and of another one with the same beginning; also when prompts
     upload experts that are cached."""
-    with bench.packed(2) as (llm, prompts):
-        engine = llm.model.overspill
+    with bench.serving(model, 2) as (llm, prompts):
+        engine = model.overspill
         two_first_tokens(bench, llm, prompts)  # compiles kernels
         found = [two_first_tokens(bench, llm, prompts) for _ in range(bench.rounds)]
         engine.switch(replace(engine.settings, prompt_replicas=False))
@@ -180,7 +171,8 @@ def run_prefix(bench: Bench) -> None:
             "second_with_uploads": metric([second for _, second in uploaded], "s"),
         }
         row = f"{PACKED}, {GPU} GiB, the same {bench.long} tokens before another question"
-        bench.write("prefix-qwen35", row, metrics, None, llm.model)
+        engine.switch(replace(engine.settings, prompt_replicas=True))
+        bench.write("prefix-qwen35", row, metrics, None, model)
 
 
 def two_first_tokens(bench: Bench, llm: overspill.LLM, prompts: Prompts) -> tuple[float, float]:
@@ -220,17 +212,13 @@ def sequential(model: Any, bench: Bench) -> Iterator[overspill.LLM]:
         yield llm
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {
-    "gpu": run_gpu,
-    "24gib-4bit": run_24gib,
-    "batch": run_batch,
-    "prefix": run_prefix,
-}
+PLAIN_PARTS: dict[str, Callable[[Bench, Any], None]] = {"gpu": run_gpu}
+PACKED_PARTS = {"24gib-4bit": run_24gib, "prefix": run_prefix, "batch": run_batch}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", choices=list(PARTS))
+    parser.add_argument("names", nargs="+", choices=[*PLAIN_PARTS, *PACKED_PARTS])
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -238,8 +226,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default=None)
     args = parser.parse_args(arguments)
     bench = Bench(args)
-    for name in args.names:
-        PARTS[name](bench)
+    if plain := [run for name, run in PLAIN_PARTS.items() if name in args.names]:
+        with bench.model(PLAIN, mode="gpu") as model:
+            for run in plain:
+                run(bench, model)
+    if packed := [run for name, run in PACKED_PARTS.items() if name in args.names]:
+        budget = {} if bench.smoke else {"gpu_memory": f"{GPU}GiB"}
+        with gpu_memory(GPU), bench.model("mxfp4", **budget) as model:
+            for run in packed:
+                run(bench, model)
 
 
 if __name__ == "__main__":
