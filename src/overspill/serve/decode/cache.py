@@ -322,7 +322,7 @@ class ExpertCache:
             source = engine.addresses.host_weights(*upload.key, copies)
             if source is None:
                 continue
-            memory = engine.layout.weights(self._record(upload.slot))
+            memory = engine.layout.weights(self._record(upload.slot), upload.key[0])
             if self._stream is None:
                 memory.copy_(source)
             else:
