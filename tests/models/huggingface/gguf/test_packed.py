@@ -12,7 +12,7 @@ from overspill.core.errors import ConfigError
 from overspill.moe import unpacking
 from overspill.plan.usage import Swap
 from tests.models.huggingface.families import make_batch
-from tests.models.huggingface.gguf.cases import CASES, load, make_case
+from tests.models.huggingface.gguf.cases import CASES, load, make_case, mixed
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.test_load import outputs
 from tests.slow import slow_names
@@ -51,14 +51,6 @@ def test_packed_experts_are_the_unpacked_ones(
         assert torch.equal(state[key] + 0, value), key
     engine.check_conserved()
     engine.close()
-
-
-def mixed(name: str, shape: tuple[int, ...]) -> str:
-    """Types as in files of llama.cpp, which give some layers more bits: records of the second layer
-    are larger."""
-    if len(shape) == 1 or "inp" in name or "exps" not in name:
-        return "F32"
-    return ("Q8_0" if "down" in name else "Q4_0") if "blk.1." in name else "IQ4_NL"
 
 
 @pytest.mark.parametrize("mode", MODES)
