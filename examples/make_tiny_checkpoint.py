@@ -78,11 +78,12 @@ def main() -> None:
     tokenizer = byte_tokenizer()
     torch.manual_seed(args.seed)
     gpt_oss = args.format in ("mxfp4", "gguf-mxfp4")
-    width = 256 if args.format == "gguf-q4_k" else 32  # of a block of weights
+    width = 256 if GGUF_TYPES.get(args.format) == "Q4_K" else 32  # of a block of weights
     model = (make_gpt_oss if gpt_oss else make_model)(len(tokenizer), args.experts, width)
     if args.format in GGUF_TYPES:
         args.out.mkdir(parents=True, exist_ok=True)
-        write_gguf(model, tokenizer, GGUF_TYPES[args.format], args.out / "model.gguf")
+        types = GGUF_TYPES[args.format], LARGER if args.format == "gguf-mixed" else {}
+        write_gguf(model, tokenizer, *types, args.out / "model.gguf")
     else:
         model.save_pretrained(args.out)
         if args.format:
@@ -369,11 +370,23 @@ FORMATS: dict[str, tuple[dict[str, Any], Function]] = {
 
 # GGUF: one file with config, tokenizer and weights.
 
-GGUF_TYPES = {"gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_k": "Q4_K", "gguf-mxfp4": "MXFP4"}
+GGUF_TYPES = {
+    "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0", "gguf-q4_k": "Q4_K", "gguf-mixed": "Q4_K",
+    "gguf-mxfp4": "MXFP4",
+}  # fmt: skip
+LARGER = {"blk.0.ffn_down_exps.weight": "Q8_0"}
+"""Tensors of gguf-mixed with more bits, as some layers have in files that people download."""
 
 
-def write_gguf(model: Any, tokenizer: PreTrainedTokenizerFast, kind: str, file: Path) -> None:
-    """Packs weights of at least a block, but routers; others stay in float32."""
+def write_gguf(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    usual: str,
+    others: dict[str, str],
+    file: Path,
+) -> None:
+    """Packs weights of at least a block, but routers, as `usual` or as `others` say by their
+    names; the rest stays in float32."""
     import gguf
 
     config = model.config
@@ -387,6 +400,7 @@ def write_gguf(model: Any, tokenizer: PreTrainedTokenizerFast, kind: str, file: 
         for name, tensor in gguf_tensors(config, key, weight):
             base, _, end = name.rpartition(".")
             stored = f"{names.get_name(base)}.{end}"
+            kind = others.get(stored, usual)
             packed = end == "weight" and tensor.dim() > 1 and "inp" not in stored
             array = tensor.contiguous().float().numpy()
             if packed and kind == "Q4_K":

@@ -8,8 +8,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from overspill.core.errors import BudgetError, ConfigError
+from overspill.core.expert_map import ExpertMap
 from overspill.core.sizes import parse_size
 from overspill.plan.budget import PROCESS, BudgetRequest, ModelSizes, Placement, place
+from overspill.plan.residents import spread_residents
+from overspill.tiers.places import ExpertPlaces
+from overspill.tiers.worker_sync import WorkerSync
 
 MIB, GIB = 2**20, 2**30
 
@@ -30,6 +34,9 @@ def cases(draw: st.DrawFn) -> tuple[ModelSizes, BudgetRequest]:
         dense_buffers=draw(st.integers(1, 2 * GIB)),
         frozen=draw(st.booleans()),
     )
+    if not model.trains_experts and draw(st.booleans()):  # packed in several ways
+        less = [4096 * draw(st.integers(0, weights // 4096 - 1)) for _ in range(model.n_layers)]
+        model = replace(model, smaller=tuple(less))
     share = st.floats(0.01, 1.5)
     all_records = model.experts * model.record
     request = BudgetRequest(
@@ -99,22 +106,44 @@ def test_a_placement_stays_within_its_budgets(case: tuple[ModelSizes, BudgetRequ
             model.dense_states,
         )
         dense = model.dense_buffers
+    residents = spread_residents(placement.residents, model.n_layers, model.n_experts)
+    streamed = [model.n_experts - count for count in residents]
+    permanent = [0] * model.n_layers
     if placement.mode == "gpu":
-        assert dense + model.experts * slot_bytes <= request.gpu_memory
+        assert dense + bytes_of(model, residents, slot_bytes) <= request.gpu_memory
         slots = ring = 0
     else:
-        resident = placement.residents * slot_bytes
+        permanent = places_of(residents, model.n_experts, placement.permanent_slots)
+        resident = bytes_of(model, residents, slot_bytes)
         on_gpu = dense + resident + placement.slots * model.weight_record
         assert on_gpu <= request.gpu_memory
         slots = placement.permanent_slots + placement.cache_slots
         ring = placement.ring * model.weight_record
     if slots or placement.dense_states or placement.dense_weights:
-        used = slots * slot_bytes + ring + placement.reserved
+        own = bytes_of(model, permanent, slot_bytes)
+        used = own + placement.cache_slots * slot_bytes + ring + placement.reserved
         assert used <= request.host_memory
     if placement.disk_slots:
         assert request.disk_free is not None
-        records = placement.disk_slots + placement.spare_records
-        assert records * slot_bytes <= request.disk_free
+        spilled = [count - kept for count, kept in zip(streamed, permanent, strict=True)]
+        assert sum(spilled) == placement.disk_slots
+        own = bytes_of(model, spilled, slot_bytes)
+        assert own + placement.spare_records * slot_bytes <= request.disk_free
+
+
+def bytes_of(model: ModelSizes, counts: list[int], each: int) -> int:
+    smaller = model.smaller or [0] * model.n_layers
+    return sum(n * (each - less) for n, less in zip(counts, smaller, strict=True))
+
+
+def places_of(residents: list[int], n_experts: int, permanent: int) -> list[int]:
+    """The experts of each layer that the store keeps in host memory."""
+    args = len(residents), ExpertMap.whole(n_experts), permanent, 1, residents, 0
+    places = ExpertPlaces(WorkerSync(60.0), *args)
+    found = [0] * len(residents)
+    for entry in places.entries:
+        found[entry.id.layer] += entry.host_slot is not None
+    return found
 
 
 @given(cases())
@@ -127,7 +156,8 @@ def test_auto_spills_no_further_than_it_must(case: tuple[ModelSizes, BudgetReque
     if placement.dense_weights:
         dense = model.dense_buffers
     # a quarter of the device remains for activations
-    fits = dense + model.experts * model.record + layer <= 0.75 * request.gpu_memory
+    experts = bytes_of(model, [model.n_experts] * model.n_layers, model.record)
+    fits = dense + experts + layer <= 0.75 * request.gpu_memory
     assert (placement.mode == "gpu") == fits
     if placement.mode == "disk":
         # with a disk, memory for gradients that may be kept counts too
@@ -465,3 +495,24 @@ def test_frozen_experts_need_their_weights_alone() -> None:
     assert (frozen.permanent_slots, frozen.ring, frozen.training) == (48 * 128, 0, True)
     with pytest.raises(BudgetError, match=r"which need 55\.0+ GiB"):
         place(replace(model, frozen=True), replace(request, host_memory=54 * GIB))
+
+
+def test_packed_experts_of_several_sizes_need_their_own_bytes() -> None:
+    model = ModelSizes(
+        32, 64, 6 * MIB, 0, GIB, 0, 10_000, training=False, smaller=(2 * MIB, 0) * 16
+    )  # 10 GiB, in records of one size 12 GiB
+    on_gpu = BudgetRequest(gpu_memory=15 * GIB, host_memory=4 * GIB)
+    assert place(model, on_gpu).mode == "gpu"
+    in_host = BudgetRequest(gpu_memory=4 * GIB, host_memory=11 * GIB)
+    assert place(model, in_host).permanent_slots == model.experts
+    with pytest.raises(BudgetError, match=r"does not hold the experts, which need 11\.0+ GiB"):
+        place(model, replace(in_host, host_memory=11 * GIB - 4096))
+    # slots that experts on disk share have the largest size
+    on_disk = replace(in_host, host_memory=7 * GIB, disk_free=10 * GIB)
+    placement = place(model, on_disk)
+    assert (placement.permanent_slots, placement.cache_slots) == (0, 1024)
+    with pytest.raises(BudgetError, match=r"2048 spilled experts need 10\.0+ GiB"):
+        place(model, replace(on_disk, disk_free=10 * GIB - 4096))
+    trained = place(replace(model, training=True, frozen=True), on_disk)
+    assert trained.cache_slots == 128
+    assert trained.permanent_slots > 1024 - 128

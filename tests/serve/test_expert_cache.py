@@ -17,6 +17,7 @@ from overspill.plan.eviction import LFU, LRU, Policy
 from overspill.serve.decode.cache import ExpertCache
 from overspill.serve.decode.table import ExpertTable
 from tests.models.huggingface.families import FAMILIES, make_model
+from tests.models.huggingface.gguf import cases as gguf
 from tests.models.huggingface.oracle import offloaded
 
 LAYERS, EXPERTS = 2, 4
@@ -28,6 +29,17 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     with offloaded(make_model(family).eval(), "host", tmp_path) as model:
         assert (model.overspill.n_layers, model.overspill.n_experts) == (LAYERS, EXPERTS)
         yield model.overspill
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Iterator[Engine]:
+    """Records of the second layer are larger."""
+    gguf.make_case(gguf.CASES["mixtral"], tmp_path / "model.gguf", gguf.mixed)
+    engine: Engine = gguf.load(tmp_path / "model.gguf", packed=True).overspill
+    assert (engine.n_layers, engine.n_experts) == (LAYERS, EXPERTS)
+    assert engine.layout.weight_bytes_in(0) < engine.layout.weight_bytes_in(1)
+    yield engine
+    engine.close()
 
 
 class Done:
@@ -75,7 +87,8 @@ class Steps:
             if self.is_present(offsets, layer, expert)
         }
         for key in found:
-            assert torch.equal(self.read(int(offsets[key])), self.weights[key])
+            weights = self.weights[key]
+            assert torch.equal(self.read(int(offsets[key]), weights.numel()), weights)
         self.cache.after_step(torch.tensor([used] * 1, dtype=torch.int32).transpose(0, 1))
         return found
 
@@ -83,9 +96,9 @@ class Steps:
     def is_present(offsets: Tensor, layer: int, expert: int) -> bool:
         return int(offsets[layer, expert]) > -(1 << 61)
 
-    def read(self, offset: int) -> Tensor:
+    def read(self, offset: int, numel: int) -> Tensor:
         """The memory of a record, as a kernel would find it."""
-        base, numel = self.table.base, self.engine.shape.numel
+        base = self.table.base
         address = base.data_ptr() + offset * base.element_size()
         size = numel * base.element_size()
         buffer = (np.ctypeslib.ctypes.c_char * size).from_address(address)  # type: ignore[attr-defined]
@@ -142,6 +155,44 @@ def test_any_routing_finds_the_right_weights_and_uses_no_more_slots(
             assert steps.cache.n_slots < n_slots
             n_slots = steps.cache.n_slots
     assert steps.cache.hits_L.sum() > 0 or n_slots == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slots_have_the_sizes_of_the_experts(mixed: Engine, seed: int) -> None:
+    generator, sizes = (
+        np.random.default_rng(seed),
+        [mixed.layout.weight_bytes_in(n) for n in (0, 1)],
+    )
+    n_slots = int(generator.integers(1, 9))
+    steps = Steps(mixed, n_slots, chunk=int(generator.integers(1, 4)), policy=LFU)
+    cache = steps.cache
+    large = (n_slots + 1) // 2
+    assert (cache.n_slots, cache.nbytes) == (
+        n_slots,
+        (n_slots - large) * sizes[0] + large * sizes[1],
+    )
+    for number in range(40):
+        used = [tuple(generator.integers(0, EXPERTS, 2).tolist()) for _ in range(LAYERS)]
+        found = steps.run(*used)
+        assert sum(layer == 1 for layer, _ in found) <= large
+        if number == 20 and n_slots > 3:
+            assert cache.shrink()
+            large = (cache.n_slots + 1) // 2
+    assert cache.hits_L[0] > 0
+    assert cache.hits_L[1] > 0 or large == 0
+
+
+def test_slots_go_to_the_most_used_records_that_they_can_hold(mixed: Engine) -> None:
+    steps = Steps(mixed, 3, policy=LFU)  # two slots are large, one is small
+    for _ in range(8):
+        found = steps.run((0, 1), (0, 0))
+    assert found == {(0, 0), (0, 1), (1, 0)}
+    for _ in range(30):
+        found = steps.run((0, 0), (0, 1))
+    assert found == {(0, 0), (1, 0), (1, 1)}
+    for _ in range(30):
+        found = steps.run((0, 1), (0, 0))
+    assert found == {(0, 0), (0, 1), (1, 0)}
 
 
 def test_memory_is_given_back_chunk_by_chunk(engine: Engine) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from overspill.core.experts import ExpertShape
 from overspill.tiers.layout import ALIGN, LowRanks, RecordLayout
+from tests.tiers.mixed import mixed_layout
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -97,3 +98,19 @@ def test_low_rank_matrices_follow_the_weights(dtype: torch.dtype, ranks: LowRank
     out = torch.zeros(layout.shape.numel, dtype=dtype)
     layout.unpack(0, record, out)
     assert torch.equal(out.float(), torch.cat([total.flatten() for total in expected]))
+
+
+def test_records_of_layers_may_differ_in_size() -> None:
+    layout = mixed_layout([1, 3])
+    assert [layout.weight_bytes_in(layer) for layer in (0, 1)] == [ALIGN, 3 * ALIGN]
+    assert layout.weight_bytes == 3 * ALIGN
+    record = torch.zeros(layout.weight_bytes, dtype=torch.uint8)
+    assert [len(layout.weights(record, layer)) for layer in (0, 1)] == [ALIGN - 64, 3 * ALIGN - 64]
+    adapted = mixed_layout([1, 3], LowRanks(2, 0))
+    assert adapted.stored_in(0) == adapted.stored_in(1) == adapted.stored
+
+
+def test_layers_of_one_size_have_it() -> None:
+    layout = RecordLayout(ExpertShape(8, 4, gated=False), torch.bfloat16)
+    assert layout.stored_in(5) == layout.stored
+    assert layout.weight_bytes_in(5) == layout.weight_bytes

@@ -24,9 +24,27 @@ def test_slots_are_aligned_zeroed_and_adjacent() -> None:
     starts = [slab[slot].data_ptr() for slot in range(5)]
     assert all(start % ALIGN == 0 for start in starts)
     assert [start - starts[0] for start in starts] == [slot * 3 * ALIGN for slot in range(5)]
-    assert not slab.slots.any()
+    assert not slab.memory.any()
     slab[3].fill_(7)
-    assert slab.slots.sum(1).tolist() == [0, 0, 0, 7 * 3 * ALIGN, 0]
+    assert slab.memory.view(5, -1).sum(1).tolist() == [0, 0, 0, 7 * 3 * ALIGN, 0]
+    slab.close()
+
+
+def test_slots_may_have_sizes_of_their_own() -> None:
+    sizes = [ALIGN, 3 * ALIGN, ALIGN, ALIGN, 2 * ALIGN]
+    seen: list[int] = []
+    slab = HostSlab(
+        "weights", 5, 3 * ALIGN, False, lambda _, done, __: seen.append(done),
+        piece_bytes=2 * ALIGN, sizes=sizes,
+    )  # fmt: skip
+    assert seen == [ALIGN, 4 * ALIGN, 6 * ALIGN, 8 * ALIGN], "pieces are whole slots"
+    for slot in range(5):
+        slab[slot].fill_(slot + 1)
+    assert [len(slab[slot]) for slot in range(5)] == sizes
+    assert slab.memory.view(-1, ALIGN)[:, 0].tolist() == [1, 2, 2, 2, 3, 4, 5, 5]
+    slab.extend(1)
+    assert len(slab[5]) == 3 * ALIGN
+    assert slab.nbytes == 11 * ALIGN
     slab.close()
 
 
@@ -58,7 +76,7 @@ def test_failed_allocation_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_close_releases_the_memory() -> None:
     slab = HostSlab("weights", 3, ALIGN, pinned=False)
-    slots = weakref.ref(slab.slots)
+    slots = weakref.ref(slab.memory)
     slab.close()
     assert slots() is None
     assert len(slab) == 0

@@ -37,6 +37,19 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     file.close()
 
 
+def test_records_may_have_sizes_of_their_own(tmp_path: Path) -> None:
+    sizes = [SLOT, ALIGN, SLOT, ALIGN]
+    file, slab = RecordFile(tmp_path / "r.bin", 4, SLOT, sizes), HostSlab("w", 2, SLOT, False)
+    assert os.fstat(file.fd).st_size == file.nbytes == sum(sizes)
+    for slot in (2, 0, 3, 1):
+        slab[0].copy_(bytes_of(slot))
+        file.write(slot, slab[0][: sizes[slot]])
+    for slot, size in enumerate(sizes):
+        file.read(slot, slab[1][:size])
+        assert torch.equal(slab[1][:size], bytes_of(slot)[:size])
+    file.close()
+
+
 def test_the_space_is_reserved_before_the_first_write(tmp_path: Path) -> None:
     file = RecordFile(tmp_path / "r.bin", 16, SLOT)
     assert os.fstat(file.fd).st_blocks * 512 >= 16 * SLOT

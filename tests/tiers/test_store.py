@@ -2,7 +2,7 @@
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from overspill.core.errors import DiskError, EngineError, OrderError
 from overspill.core.expert_map import ExpertMap
@@ -17,8 +18,10 @@ from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.interrupt import Condition
 from overspill.tiers.decoding_slots import DecodingSlots
 from overspill.tiers.entry import Part
-from overspill.tiers.layout import RecordLayout
+from overspill.tiers.layout import ALIGN, RecordLayout
+from overspill.tiers.resident_changes import ResidentChanges
 from overspill.tiers.store import ExpertStore
+from tests.tiers.mixed import mixed_layout
 from tests.waiting import wait_until
 
 LAYOUT = RecordLayout(ExpertShape(8, 4, gated=False), torch.float32)
@@ -93,6 +96,79 @@ def test_bytes_written_to_an_expert_are_read_from_it_alone(split: Split, random:
         for entry in store.places.entries:
             for part in (Part.WEIGHTS, Part.STATES):
                 assert (store.read_part(entry, part) == entry.number * 4 + part).all()
+        store.close()
+
+
+@st.composite
+def mixed_stores(draw: st.DrawFn) -> tuple[list[int], int, list[int], int, int, int]:
+    """(pages of a record of each layer, experts of a layer, residents of each layer, permanent host
+    slots, cache slots, spare records)."""
+    experts = draw(st.integers(1, 5))
+    pages = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    residents = [draw(st.integers(0, experts)) for _ in pages]
+    permanent = draw(st.integers(0, len(pages) * experts))
+    return pages, experts, residents, permanent, draw(st.integers(1, 4)), draw(st.integers(0, 3))
+
+
+@settings(max_examples=60)
+@given(mixed_stores(), st.randoms(use_true_random=False))
+def test_records_take_the_bytes_of_their_layer_and_keep_them_wherever_they_move(
+    case: tuple[list[int], int, list[int], int, int, int], random: Random
+) -> None:
+    pages, experts, residents, permanent, cache, spare = case
+    layout, whole = mixed_layout(pages), ExpertMap.whole(experts)
+    with tempfile.TemporaryDirectory() as folder:
+        store = ExpertStore(
+            len(pages), whole, layout, permanent, cache, False, Path(folder),
+            residents=list(residents), spare_records=spare,
+        )  # fmt: skip
+        places, changes = store.places, ResidentChanges(store)
+        streamed = [e for e in places.entries if e.host_slot is not None or e.on_disk]
+
+        def own_bytes(on_disk: bool) -> int:
+            return sum(pages[e.id.layer] for e in streamed if e.on_disk == on_disk) * ALIGN
+
+        others = places.least_cache, places.disk_slots - places.on_disk
+        sizes = [other * layout.weight_bytes for other in others]
+        assert store.memory.host_bytes == own_bytes(on_disk=False) + sizes[0]
+        assert store.memory.disk_bytes == own_bytes(on_disk=True) + sizes[1]
+
+        def filled(number: int) -> Callable[[Tensor], None]:
+            def fill(memory: Tensor) -> None:
+                memory.fill_(number + 1)
+
+            return fill
+
+        on_device = {e.number for e in places.entries} - {e.number for e in streamed}
+        for entry in streamed:
+            store.set_part(entry, Part.WEIGHTS, filled(entry.number))
+        for _ in range(12):
+            cached = [e for e in places.entries if e.on_disk and e.number not in on_device]
+            if cached and random.random() < 0.5:  # also as newer than on disk
+                entry = random.choice(cached)
+                assert (changes.load_weights(entry) == entry.number + 1).all()
+                entry.dirty |= Part.WEIGHTS if random.random() < 0.5 else Part(0)
+            layer, count = random.randrange(len(pages)), random.randint(0, experts)
+            before = places.residents[layer]
+            leaving = places.layer_entries(layer)[count:before]
+            if leaving:
+                changes.empty_cache()
+                changes.extend_host(changes.missing_slots(leaving))
+                for entry in reversed(leaving):
+                    changes.enter_host(entry, {Part.WEIGHTS: filled(entry.number)})
+                    on_device.discard(entry.number)
+            elif count > before:
+                for entry in places.layer_entries(layer)[before:count]:
+                    assert (store.read_part(entry, Part.WEIGHTS) == entry.number + 1).all()
+                    on_device.add(entry.number)
+                changes.leave_host(layer, count)
+            places.recount_slots()
+            places.check_conserved()
+            for entry in places.entries:
+                if entry.number not in on_device:
+                    weights = store.read_part(entry, Part.WEIGHTS)
+                    assert len(weights) == pages[entry.id.layer] * ALIGN
+                    assert (weights == entry.number + 1).all()
         store.close()
 
 

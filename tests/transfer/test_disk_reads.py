@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 
 from overspill.core.errors import DiskError
+from overspill.core.expert_map import ExpertMap
 from overspill.tiers.entry import Part
+from overspill.tiers.layout import ALIGN
 from overspill.tiers.ssd import PRESENT
 from overspill.tiers.store import ExpertStore
 from overspill.trace.recorder import Recorder
 from overspill.transfer import disk_reads
 from overspill.transfer.disk_reads import DiskReads
 from overspill.transfer.streams import Inject
+from tests.tiers.mixed import mixed_layout
 from tests.transfer.fakes import disk_store
 
 EXPERTS, CACHE = 6, 3
@@ -123,6 +126,32 @@ def test_an_expert_is_read_once_while_it_is_in_host_memory(tmp_path: Path) -> No
     size = reader.store.memory.size(Part.WEIGHTS)
     assert reader.recorder.counters()["ssd read"] == 3 * size
     reader.store.places.check_conserved()
+
+
+def test_records_have_the_size_of_their_layer(tmp_path: Path) -> None:
+    pages, cache = [2, 1, 3], 3
+    whole = ExpertMap.whole(2)
+    store = ExpertStore(3, whole, mixed_layout(pages), 0, cache, False, tmp_path)
+    for entry in store.places.entries:
+        store.set_part(entry, Part.WEIGHTS, lambda memory, e=entry: memory.fill_(e.number + 1))
+    recorder = Recorder()
+    reads = DiskReads(store, [GivenScores((0.0, 0.0))] * 3, recorder, None)
+    read = 0
+    for layer in (0, 1, 2, 1, 0, 2):
+        for expert, (address, offset) in enumerate(reads.hold(layer, [0, 1])):
+            memory = store.host(store.places.at(layer, expert), Part.WEIGHTS)
+            assert memory.data_ptr() == address
+            assert memory.nbytes == pages[layer] * ALIGN
+            if offset != PRESENT:
+                assert os.preadv(reads.file, [memory.numpy()], offset) == memory.nbytes
+                read += memory.nbytes
+            assert (memory == store.places.at(layer, expert).number + 1).all()
+        reads.end_reads(-1, 0)
+        reads.release()
+        reads.learn()
+    assert recorder.counters()["ssd read"] == read
+    store.places.check_conserved()
+    store.close()
 
 
 def test_the_expert_with_the_lowest_score_leaves(tmp_path: Path) -> None:

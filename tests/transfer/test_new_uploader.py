@@ -10,7 +10,7 @@ import torch
 from overspill.core.errors import ConfigError
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertShape
-from overspill.tiers.layout import RecordLayout
+from overspill.tiers.layout import ALIGN, RecordLayout
 from overspill.tiers.slab import device_slab
 from overspill.tiers.store import ExpertStore, Part
 from overspill.trace.recorder import Recorder
@@ -18,6 +18,7 @@ from overspill.transfer.new_uploader import new_uploader
 from overspill.transfer.streams import CopyStream, record_event, wait_event
 from overspill.transfer.upload_thread import upload_library
 from overspill.transfer.uploader import Target
+from tests.tiers.mixed import mixed_layout
 from tests.transfer.fakes import CPU, LAYOUT, disk_store, host_store, rewrite, value_of
 
 
@@ -42,6 +43,34 @@ def test_the_native_uploader_refuses_experts_on_disk(tmp_path: Path) -> None:
     assert made("auto", store) == "ThreadUploader"
     with pytest.raises(ConfigError, match=r"uploader='native' .* disk .* uploader='auto'"):
         made("native", store)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["thread", "native"])
+@pytest.mark.parametrize("certain", [False, True])
+def test_uploads_move_the_bytes_of_a_layer(kind: str, certain: bool) -> None:
+    if kind == "native" and upload_library() is None:
+        pytest.skip("no C++ compiler")
+    pages = [1, 3, 2000]  # the largest records are uploaded in pieces
+    layout = mixed_layout(pages)
+    store = ExpertStore(len(pages), ExpertMap.whole(2), layout, 6, 0, pinned=False)
+    for entry in store.places.entries:
+        store.host(entry, Part.WEIGHTS).fill_(value_of(entry))
+    slab, recorder = device_slab(3, layout.weight_bytes, CPU), Recorder()
+    uploader = new_uploader(store, slab, CopyStream("upload", CPU, recorder, None), 3, kind)
+    for first in range(2):
+        slab.zero_()
+        pairs = [(store.places.at(layer, first), (layer + first) % 3) for layer in range(3)]
+        with store.sync.lock:
+            uploader.set_targets([Target(*pair, "", certain) for pair in pairs])
+        uploader.wait_issued(pairs, every=True)
+        uploader.wait_idle()
+        for entry, slot in pairs:
+            size = pages[entry.id.layer] * ALIGN
+            assert (slab[slot][:size] == value_of(entry)).all()
+            assert not slab[slot][size:].any()
+        assert recorder.counters()["upload"] == (first + 1) * sum(pages) * ALIGN
+    uploader.close()
     store.close()
 
 

@@ -44,8 +44,9 @@ struct Pair {
 };
 
 struct MissSizes {
-    int64_t layers, experts, rows, top_k, record_bytes;
+    int64_t layers, experts, rows, top_k;
     int64_t spin_ns;  // time that threads spin after a request for the next one
+    const int64_t* record_bytes;  // of the records of each layer
 };
 
 struct MissSpan {
@@ -91,6 +92,7 @@ class MissRunner {
           sizes(sizes),
           formats(formats),
           fetch(fetch),
+          record_bytes(sizes.record_bytes, sizes.record_bytes + sizes.layers),
           records(sizes.layers * sizes.experts) {
         const int64_t pairs = sizes.rows * sizes.top_k;
         request.inject = inject;
@@ -364,7 +366,7 @@ class MissRunner {
         std::shared_ptr<ReadJob> own;
         const bool reading = !absent.empty(), started = guarded([&] {
             if (!reading) return;
-            own = std::make_shared<ReadJob>(file, std::move(absent), sizes.record_bytes);
+            own = std::make_shared<ReadJob>(file, std::move(absent), record_bytes[layer]);
             reads.start(own, true);
             jobs.push_back(own);
         });
@@ -429,7 +431,7 @@ class MissRunner {
         const bool started = guarded([&] {
             const RecordRead read{static_cast<char*>(ahead_addresses[i]), ahead_offsets[i]};
             const auto job = std::make_shared<ReadJob>(file, std::vector<RecordRead>{read},
-                                                       sizes.record_bytes, ended);
+                                                       record_bytes[layer], ended);
             arriving.push_back({layer, expert, job});
             reads.start(job, false);
         });
@@ -523,6 +525,7 @@ class MissRunner {
     const MissSizes sizes;
     const PackedExpert* const* const formats;  // by layer; null: records are plain
     const Fetch fetch;
+    const std::vector<int64_t> record_bytes;        // of each layer
     std::vector<std::atomic<const void*>> records;  // [layers, experts]
     int64_t row_bytes;
     Request request;

@@ -197,8 +197,10 @@ class MissRunner:
         tensors = [getattr(self.host, field.name) for field in fields(MissBuffers)]
         addresses = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
         layout = RecordLayout(shape, dtype, format=format, ranks=ranks)
-        record = layout.weight_bytes
-        sizes = (ctypes.c_int64 * 6)(n_layers, n_experts, max_rows, top_k, record, SPIN_NS)
+        records = [layout.weight_bytes_in(layer) for layer in range(n_layers)]
+        record_bytes = (ctypes.c_int64 * n_layers)(*records)
+        numbers = n_layers, n_experts, max_rows, top_k, SPIN_NS, ctypes.addressof(record_bytes)
+        sizes = (ctypes.c_int64 * len(numbers))(*numbers)
         form = form_of(activation, shape.gated)
         like = self._formats[0] if self._formats else None
         rows = self.host.x_RD, self.host.x_RD

@@ -27,7 +27,7 @@ class RecordFormat:
     shape: ExpertShape
     pieces: tuple[Piece, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         ends = [stored.end for piece in self.pieces for stored in piece.stored.values()]
         return round_up(max(ends), _ALIGN)
@@ -101,12 +101,13 @@ def _native_piece(shape: ExpertShape, piece: Piece) -> PieceArgs | None:
 
 @dataclass(frozen=True)
 class MixedFormat:
-    """Records whose content differs by layer. All have the size of the largest."""
+    """Records whose content differs by layer, and so may their size."""
 
     layers: tuple[RecordFormat, ...]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
+        """Bytes of the largest."""
         return max(format.nbytes for format in self.layers)
 
     def of_layer(self, layer: int) -> RecordFormat:

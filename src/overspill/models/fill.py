@@ -60,7 +60,7 @@ def fill_experts(
         if replicas is not None:
             checksums[expert] = checksum(record)
         with lock:
-            done += engine.layout.weight_bytes
+            done += engine.layout.weight_bytes_in(expert.layer)
             if progress is not None:
                 progress("filling the store", done, engine.records.weights_bytes)
 

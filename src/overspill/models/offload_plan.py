@@ -102,11 +102,13 @@ def _sizes(
         each = 2 * layout.state_dtype.itemsize + low if trained else 0
         dense_states += parameter.numel() * each
     shape = layout.shape
+    largest = layout.weight_bytes
+    smaller = tuple(largest - layout.weight_bytes_in(layer) for layer in range(part.n_layers))
     row = (2 * shape.in_rows + 2 * shape.d_hidden + 3 * shape.d_model) * layout.dtype.itemsize
     return ModelSizes(
         part.n_layers,
         part.experts.n_local,
-        layout.weight_bytes,
+        largest,
         layout.state_bytes,
         dense,
         dense_states,
@@ -115,6 +117,7 @@ def _sizes(
         buffer_bytes(blocks, training),
         frozen=frozen,
         stage_layers=max((len(stage.layers) for stage in part.layers.stages), default=0),
+        smaller=smaller if any(smaller) else (),
     )
 
 

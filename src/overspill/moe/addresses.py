@@ -73,7 +73,7 @@ class Addresses:
         entry = self._places.entry(ExpertId(layer, expert))
         if not self._store.begin_copy(entry, copy):
             return None
-        return self._store.memory.layout.weights(self._store.host(entry, Part.WEIGHTS))
+        return self._store.memory.layout.weights(self._store.host(entry, Part.WEIGHTS), layer)
 
     def version(self, layer: int, expert: int) -> tuple[int, int]:
         """The number of an expert's entry, and the version of its weights."""

@@ -172,9 +172,10 @@ class EngineMemory:
                 f"({sizes['gpu']}){self._describe_dense()}"
             )
         residents = f"{resident} experts and " if resident else ""
+        least, most = format_size(min(store.weight_bytes)), format_size(max(store.weight_bytes))
         line = (
             f"{rank}mode {placement.mode}: {len(self._places.entries)} experts of "
-            f"{format_size(store.memory.layout.weight_bytes)}; {residents}{placement.slots} "
+            f"{least if least == most else f'{least} to {most}'}; {residents}{placement.slots} "
             f"slots on {device} ({sizes['gpu']}), {self._places.in_host} in host memory "
             f"({format_size(self._moves.host_bytes)})"
         )

@@ -90,7 +90,11 @@ class ExpertMoves:
             if self._training is not None:
                 self._training.gradients.residents.residents_changed()
             self._stream_if_needed(sum(counts))
-            leaving = sum(max(0, old - new) for old, new in zip(before, counts, strict=True))
+            leaving = [
+                entry
+                for layer, (old, new) in enumerate(zip(before, counts, strict=True))
+                for entry in self._places.layer_entries(layer)[new:old]
+            ]
             if leaving:
                 self._changes.empty_cache()
                 self._extend_host(self._changes.missing_slots(leaving))
@@ -218,7 +222,7 @@ class ExpertMoves:
                 self._gradients.set_on_device(share.gradients)
 
     def bytes_each(self) -> BytesEach:
-        weights, gradients = self._store.memory.layout.weight_bytes, self._gradients
+        weights, gradients = self._weight_bytes, self._gradients
         if gradients is None:
             return BytesEach(self._resident_bytes(self._residents.has_states, False))
         in_host = gradients.uses_host(gradients.are_kept)
@@ -228,11 +232,17 @@ class ExpertMoves:
             weights if in_host else 0,
         )
 
+    @property
+    def _weight_bytes(self) -> int:
+        """Bytes of a weight record; the mean of all layers, over which residents are spread."""
+        sizes = self._store.weight_bytes
+        return -(-sum(sizes) // len(sizes))
+
     def _resident_bytes(self, states: bool, keep: bool) -> int:
         """Bytes of a resident expert: its record, its kept gradient, and its share of the gradients
         of a layer while they are made."""
         layout = self._store.memory.layout
-        weights = layout.weight_bytes
+        weights = self._weight_bytes
         if not states:
             return weights
         kept = weights if keep else 0

@@ -45,7 +45,7 @@ class ExpertRecords:
 
     @property
     def weights_bytes(self) -> int:
-        return len(self._places.entries) * self.layout.weight_bytes
+        return self._places.experts.n_local * sum(self._store.weight_bytes)
 
     def ids(self) -> Iterator[ExpertId]:
         """All local experts, lowest layer first."""
@@ -133,7 +133,7 @@ class ExpertRecords:
 
     def _copy_to_device(self, layer: int, position: int) -> None:
         records, entry = self._residents[layer], self._places.at(layer, position)
-        weights = self.layout.weights(self._store.read_part(entry, Part.WEIGHTS))
+        weights = self.layout.weights(self._store.read_part(entry, Part.WEIGHTS), layer)
         records.weights[position].copy_(weights)
         if records.states:
             memory = self._store.read_part(entry, Part.STATES)
@@ -148,7 +148,8 @@ class ExpertRecords:
         try:
             for position in reversed(range(count, self._places.residents[layer])):
                 parts = {Part.WEIGHTS, Part.STATES} & self._store.memory.slabs.keys()
-                fills = {part: self._copier(records, position, part) for part in sorted(parts)}
+                row = layer, position
+                fills = {part: self._copier(records, *row, part) for part in sorted(parts)}
                 self._changes.enter_host(self._places.at(layer, position), fills)
         finally:
             self._residents.resize(layer, self._places.residents[layer])
@@ -159,7 +160,7 @@ class ExpertRecords:
         store, row = self._store, self._residents[layer].weights[resident]
         entries = self._places.at(layer, resident), self._places.at(layer, streamed)
         with store.sync.lock:
-            host = self.layout.weights(self._changes.load_weights(entries[1]))
+            host = self.layout.weights(self._changes.load_weights(entries[1]), layer)
             before, map_before = (
                 (row.clone(), host.to(row.device, copy=True)),
                 self._places.maps[layer],
@@ -171,10 +172,12 @@ class ExpertRecords:
                     _copy_pair(before, (row, host))
                 raise
 
-    def _copier(self, records: LayerRecords, row: int, part: Part) -> Callable[[Tensor], None]:
+    def _copier(
+        self, records: LayerRecords, layer: int, row: int, part: Part
+    ) -> Callable[[Tensor], None]:
         def copy(memory: Tensor) -> None:
             if part == Part.WEIGHTS:
-                self.layout.weights(memory).copy_(records.weights[row])
+                self.layout.weights(memory, layer).copy_(records.weights[row])
                 return
             if not records.states:  # there were no optimizer states until now
                 memory.zero_()
@@ -199,7 +202,7 @@ class _DeviceRecord(NamedTuple):
         if buffers is None:
             fill(self.weights())
             return
-        if not hasattr(buffers, "record"):
+        if len(getattr(buffers, "record", ())) != len(self.weights()):  # of the size of this layer
             buffers.record = torch.empty(self.weights().shape, dtype=self.layer.weights.dtype)
         fill(buffers.record)
         self.weights().copy_(buffers.record)
@@ -224,11 +227,12 @@ class _HostRecord(NamedTuple):
     entry: Entry
 
     def weights(self) -> Tensor:
-        return self.store.memory.layout.weights(self.store.read_part(self.entry, Part.WEIGHTS))
+        memory = self.store.read_part(self.entry, Part.WEIGHTS)
+        return self.store.memory.layout.weights(memory, self.entry.id.layer)
 
     def fill(self, fill: Callable[[Tensor], None], _: threading.local | None) -> None:
-        weights = self.store.memory.layout.weights
-        self.store.set_part(self.entry, Part.WEIGHTS, lambda memory: fill(weights(memory)))
+        weights, layer = self.store.memory.layout.weights, self.entry.id.layer
+        self.store.set_part(self.entry, Part.WEIGHTS, lambda memory: fill(weights(memory, layer)))
 
     def write_weights(self, fill: Callable[[Tensor], None]) -> None:
         store, layout = self.store, self.store.memory.layout

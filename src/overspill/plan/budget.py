@@ -1,11 +1,14 @@
 """Turns memory budgets into a placement: what goes to the compute device, host memory and disk."""
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from overspill.core.errors import BudgetError, ConfigError
 from overspill.core.options import check_options
 from overspill.core.sizes import format_size
 from overspill.plan.limits import HostSlots, PlanOptions
+from overspill.plan.residents import spread_among, spread_residents
 
 PROCESS = 1 << 30
 """Host memory reserved for the process itself: the interpreter, libraries, data."""
@@ -22,7 +25,7 @@ class ModelSizes:
 
     n_layers: int
     n_experts: int
-    weight_record: int
+    weight_record: int  # of the largest, if their sizes differ by layer
     state_record: int
     dense: int  # weights and gradients of everything that is not an expert
     dense_states: int  # its optimizer states
@@ -32,6 +35,22 @@ class ModelSizes:
     dense_on_host: str = "dense optimizer states"  # what `dense_states` are
     frozen: bool = False  # no expert is trained
     stage_layers: int = 0  # MoE layers of the largest pipeline stage; 0: the model has no stages
+    # by how much the weight records of each layer are smaller than the largest; empty: by nothing
+    smaller: tuple[int, ...] = ()
+
+    def bytes_of(self, counts: Sequence[int], each: int) -> int:
+        """Bytes of so many experts of each layer, of which one with the largest record needs
+        `each`."""
+        saved = zip(counts, self.smaller, strict=True) if self.smaller else ()
+        return sum(counts) * each - sum(count * less for count, less in saved)
+
+    def residents(self, count: int) -> list[int]:
+        """The number of experts of each layer, if `count` of all are resident."""
+        return spread_residents(count, self.n_layers, self.n_experts)
+
+    def streamed(self, residents: int) -> list[int]:
+        """The number of experts of each layer that are not resident, if `residents` of all are."""
+        return [self.n_experts - count for count in self.residents(residents)]
 
     @property
     def experts(self) -> int:
@@ -163,7 +182,8 @@ def _floor(model: ModelSizes) -> int:
 
 def _free(model: ModelSizes, request: BudgetRequest, residents: int) -> int:
     """GPU memory beside the dense part and `residents` experts."""
-    resident = residents * _slot_bytes(model, request.keep_gradients is True)
+    each = _slot_bytes(model, request.keep_gradients is True)
+    resident = model.bytes_of(model.residents(residents), each)
     return request.gpu_memory - model.dense - resident
 
 
@@ -176,7 +196,8 @@ def _too_small(model: ModelSizes, request: BudgetRequest, residents: int) -> Bud
     elif request.dense_states == "auto" and request.mode != "gpu" and not request.can_map:
         dense += " (its optimizer states can be in host memory on the first GPU only)"
     if residents:
-        resident = residents * _slot_bytes(model, request.keep_gradients is True)
+        each = _slot_bytes(model, request.keep_gradients is True)
+        resident = model.bytes_of(model.residents(residents), each)
         dense += f", gpu_experts={residents} {format_size(resident)}"
     what = "two experts with their gradients" if model.trains_experts else "experts and activations"
     return BudgetError(
@@ -217,8 +238,10 @@ def _place(model: ModelSizes, request: BudgetRequest, residents: int) -> Placeme
     if mode == "disk":
         return _on_disk(model, request, on_host, count)
     slot_bytes = _slot_bytes(model, request.keep_gradients is True)
-    if request.host_slots is None and _host_slots(model, request, ring, slot_bytes) < count:
-        need = count * slot_bytes + ring * model.weight_record + on_host.reserved
+    in_host = _most_in_host(model, _free_host(model, request, ring), slot_bytes, residents)
+    if request.host_slots is None and in_host < count:
+        experts = model.bytes_of(model.streamed(residents), slot_bytes)
+        need = experts + ring * model.weight_record + on_host.reserved
         what, more = "the experts", "host memory"
         if fills and residents:
             what = f"the {count} experts beyond --gpu-memory {request.gpu_words}"
@@ -259,14 +282,15 @@ def _residents_beyond_host(model: ModelSizes, request: BudgetRequest) -> int:
     missing = 0
     while missing < model.experts:  # with fewer streamed experts the ring is smaller
         ring = _least_ring(model, model.experts - missing)
-        short = model.experts - missing - _host_slots(model, request, ring, slot_bytes)
+        free = _free_host(model, request, ring)
+        short = model.experts - missing - _most_in_host(model, free, slot_bytes, missing)
         if short <= 0:
             break
         missing += short
     slots = _slots(model, request, request.gpu_memory - model.dense) * model.weight_record
     kept = max(request.gpu_memory // 4 + slots, _floor(model))
     free = request.gpu_memory - model.dense - kept
-    return max(0, min(missing, free // slot_bytes))
+    return _most_fitting(model, free, slot_bytes, missing, model.residents)
 
 
 def _residents(model: ModelSizes, request: BudgetRequest) -> int:
@@ -300,7 +324,8 @@ def _planned_slot_bytes(model: ModelSizes, request: BudgetRequest) -> int:
 def _gpu_need(model: ModelSizes, request: BudgetRequest) -> int:
     layer_gradients = model.n_experts * model.weight_record if model.trains_experts else 0
     expert_bytes = _slot_bytes(model, request.keep_gradients is True)
-    return model.dense + model.experts * expert_bytes + layer_gradients
+    experts = model.bytes_of([model.n_experts] * model.n_layers, expert_bytes)
+    return model.dense + experts + layer_gradients
 
 
 def _check_gpu(model: ModelSizes, request: BudgetRequest) -> None:
@@ -319,8 +344,8 @@ def _choose_mode(model: ModelSizes, request: BudgetRequest, residents: int) -> s
         if not overridden and _gpu_need(model, request) <= 0.75 * request.gpu_memory:
             return "gpu"
         ring = _least_ring(model, model.experts - residents)
-        slot_bytes = _planned_slot_bytes(model, request)
-        if _host_slots(model, request, ring, slot_bytes) >= model.experts - residents:
+        free, slot_bytes = _free_host(model, request, ring), _planned_slot_bytes(model, request)
+        if _most_in_host(model, free, slot_bytes, residents) == model.experts - residents:
             return "host"
     return "host" if request.disk_free is None else "disk"
 
@@ -340,9 +365,25 @@ def _slots(model: ModelSizes, request: BudgetRequest, free: int) -> int:
     return max(2, min(fitting, layers * model.n_experts, model.experts))
 
 
-def _host_slots(model: ModelSizes, request: BudgetRequest, ring: int, slot_bytes: int) -> int:
+def _free_host(model: ModelSizes, request: BudgetRequest, ring: int) -> int:
+    """Host memory for experts."""
     free = request.host_memory - PROCESS - model.dense_states - ring * model.weight_record
-    return max(0, free) // slot_bytes
+    return max(0, free)
+
+
+def _most_in_host(model: ModelSizes, free: int, each: int, residents: int) -> int:
+    """The most experts, beside `residents`, that can always stay in `free` bytes of host memory."""
+    streamed = model.streamed(residents)
+    return _most_fitting(model, free, each, sum(streamed), lambda n: spread_among(n, streamed))
+
+
+def _most_fitting(
+    model: ModelSizes, free: int, each: int, most: int, spread: Callable[[int], list[int]]
+) -> int:
+    """The most experts, up to `most`, that fit into `free` bytes. `spread` divides a number of
+    them among the layers."""
+    numbers = range(1, most + 1)
+    return bisect_right(numbers, free, key=lambda n: model.bytes_of(spread(n), each))
 
 
 def _on_disk(
@@ -352,9 +393,12 @@ def _on_disk(
     if request.disk_free is None:
         raise BudgetError("mode='disk' needs a folder; give --disk FOLDER on a fast local SSD")
     slot_bytes = _slot_bytes(model, request.keep_gradients is not False)
-    slots = request.host_slots
+    residents = on_host.residents
+    free, slots = _free_host(model, request, on_host.ring), request.host_slots
     if slots is None:
-        slots = _host_slots(model, request, on_host.ring, slot_bytes)
+        slots = _most_in_host(model, free, slot_bytes, residents)
+        if slots < count:  # slots that experts share have the size of the largest
+            slots = free // slot_bytes
     slots = min(slots, count)
     if slots < min(2, count):
         if request.host_slots is not None:
@@ -376,21 +420,25 @@ def _on_disk(
         cache = min(slots, max(2, 2 * model.n_experts), max(2, slots // 2))
     if slots == count:
         cache = 0
-    spilled = count - (slots - cache)
-    need = spilled * slot_bytes
+    permanent = slots - cache
+    if permanent and request.host_slots is None:
+        permanent = _most_in_host(model, free - cache * slot_bytes, slot_bytes, residents)
+        cache = min(cache, count - permanent)
+    spilled, streamed = count - permanent, model.streamed(residents)
+    in_host = model.bytes_of(spread_among(permanent, streamed), slot_bytes)
+    need = model.bytes_of(streamed, slot_bytes) - in_host
     if need > request.disk_free:
         raise BudgetError(
             f"the disk has {format_size(request.disk_free)} free, {spilled} spilled experts need "
             f"{format_size(need)}; free some space or raise --host-memory"
         )
     spare_records = on_host.residents if on_host.fills else 0
-    need = (spilled + spare_records) * slot_bytes
-    if need > request.disk_free:
+    if need + spare_records * slot_bytes > request.disk_free:
         spare_records = 0
     return replace(
         on_host,
         mode="disk",
-        permanent_slots=slots - cache,
+        permanent_slots=permanent,
         cache_slots=cache,
         disk_slots=spilled,
         spare_records=spare_records,

@@ -123,7 +123,7 @@ class _ExpertBench:
         self.group = min(_GROUP, count, _slots_that_fit(size, device))
         self.slots = device_slab(self.group, size, device)
         self.slab = buffers(count, size, pinned=device.type == "cuda")
-        self.records = self.slab.slots
+        self.records = self.slab.memory.view(-1, size)
         self.next_record = itertools.cycle(range(count))
         self.lane = CopyStream("upload", device, Recorder(), None)
         fill_with_noise(self.layout.weights(self.records[0]), scale=0.02)
@@ -269,8 +269,8 @@ class _RoundTrip:
         self._ids = (torch.arange(len(self._tokens)) % 8 == 0).to(torch.int64).unsqueeze(1)
         self._counts = torch.bincount(self._ids.view(-1), minlength=2).tolist()
         self._slab = buffers(2, rows.nbytes, device.type == "cuda")
-        self._received, self._answer = (self._view(slot, rows) for slot in self._slab.slots)
-        mapped = [on_device(slot, device) for slot in self._slab.slots]
+        self._received, self._answer = (self._view(self._slab[slot], rows) for slot in (0, 1))
+        mapped = [on_device(self._slab[slot], device) for slot in (0, 1)]
         self._sent, self._returned = (self._view(slot, rows) for slot in mapped)
         self._each = torch.arange(len(rows), device=device)
         self._result = torch.empty_like(rows, device=device)

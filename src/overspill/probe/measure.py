@@ -30,13 +30,12 @@ def measure_machine(
     slab = buffers(max(1, cold // size), size, pinned=device.type == "cuda")
     with torch_threads(threads), closing(slab):
         steps.begin("copies")
-        (target,), sources = device_slab(1, size, device), slab.slots
+        (target,), sources = device_slab(1, size, device), slab.memory.view(-1, size)
         up = CopyStream("upload", device, Recorder(), None)
         copies = BackgroundCopies(up, lambda n: [(target, sources[n % len(sources)])])
         link = size / copy_seconds(effort.seconds, copies)
         steps.begin("host memory")
-        flat = slab.slots.view(-1)
-        rates = repeat(lambda: read_bandwidth(flat, threads), effort.seconds)
+        rates = repeat(lambda: read_bandwidth(slab.memory, threads), effort.seconds)
     steps.end()
     return MachineProfile(
         cores=threads, kernel=cpu_isa() or "none", link=link, host_read=statistics.median(rates)

@@ -62,7 +62,8 @@ class DiskTransfers:
             if entry.dirty & part:
                 assert entry.disk_slot is not None
                 assert entry.host_slot is not None
-                file.write(entry.disk_slot, self._memory.slabs[part][entry.host_slot])
+                size = self._memory.size_in(part, entry.id.layer)
+                file.write(entry.disk_slot, self._memory.slabs[part][entry.host_slot][:size])
                 entry.dirty &= ~part
 
     def fail_read(self, entry: Entry, error: OSError) -> None:

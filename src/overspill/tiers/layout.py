@@ -63,16 +63,20 @@ class LowRankPlanes(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """Packed form of the weights in the records of all experts, which have the same size."""
+    """Packed form of the weights in the records of all experts, which may differ by layer."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the largest."""
 
     def of_layer(self, layer: int) -> "LayerFormat": ...
 
 
 class LayerFormat(Protocol):
     """Packed form of the weights in the records of a layer's experts."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def unpack(self, record: Tensor, out: Tensor) -> None:
         """Fill the flat weights `out`, in their dtype, from the bytes of a record."""
@@ -91,8 +95,9 @@ class RecordLayout:
 
     With bf16 weights the fp32 master is the weight plus its 16 low bits (`low`), so weights,
     master and both moments take 12 bytes per parameter, as with fp32 weights. Packed weights are
-    bytes, of which `dtype` is computed; they have no states. Low-rank matrices (an adapter whose
-    scale is in B) may follow the weights; experts that have some are not trained.
+    bytes, of which `dtype` is computed; they have no states, and their size may differ by layer.
+    Low-rank matrices (an adapter whose scale is in B) may follow the weights; experts that have
+    some are not trained.
     """
 
     shape: ExpertShape
@@ -110,12 +115,20 @@ class RecordLayout:
 
     @property
     def stored(self) -> tuple[int, torch.dtype]:
-        """Number and type of the elements of a weight record."""
+        """Number and type of the elements of a weight record; of the largest, if their sizes differ
+        by layer."""
         numel, dtype = self.bare
         if any(self.ranks):
             end = max(planes.end for planes in self.low_rank if planes is not None)
             numel = round_up(end * self.dtype.itemsize, _LINE) // dtype.itemsize
         return numel, dtype
+
+    def stored_in(self, layer: int) -> tuple[int, torch.dtype]:
+        """Number and type of the elements of the weight records of a layer."""
+        # kernels find low-rank matrices at the same place in the records of all layers
+        if self.format is None or any(self.ranks):
+            return self.stored
+        return self.format.of_layer(layer).nbytes, torch.uint8
 
     @functools.cached_property
     def low_rank(self) -> tuple[LowRankPlanes | None, LowRankPlanes | None]:
@@ -143,8 +156,12 @@ class RecordLayout:
 
     @property
     def weight_bytes(self) -> int:
-        numel, dtype = self.stored
-        return round_up(numel * dtype.itemsize, ALIGN)
+        """Bytes of a weight record; of the largest, if their sizes differ by layer."""
+        return _whole_pages(*self.stored)
+
+    def weight_bytes_in(self, layer: int) -> int:
+        """Bytes of the weight records of a layer."""
+        return _whole_pages(*self.stored_in(layer))
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -163,10 +180,10 @@ class RecordLayout:
         last = self.sections[-1]
         return round_up(last.offset + self.shape.numel * last.dtype.itemsize, ALIGN)
 
-    def weights(self, record: Tensor) -> Tensor:
-        """The flat weights inside a record's bytes, as they are stored; a gradient has the same
-        layout."""
-        numel, dtype = self.stored
+    def weights(self, record: Tensor, layer: int | None = None) -> Tensor:
+        """The flat weights inside the bytes of a layer's record, as they are stored; without a
+        layer, of the largest. A gradient has the same layout."""
+        numel, dtype = self.stored if layer is None else self.stored_in(layer)
         return record[..., : numel * dtype.itemsize].view(dtype)
 
     def unpack(self, layer: int, stored: Tensor, out: Tensor) -> None:
@@ -193,3 +210,7 @@ class RecordLayout:
                 end = section.offset + self.shape.numel * section.dtype.itemsize
                 return record[section.offset : end].view(section.dtype)
         raise KeyError(name)
+
+
+def _whole_pages(numel: int, dtype: torch.dtype) -> int:
+    return round_up(numel * dtype.itemsize, ALIGN)

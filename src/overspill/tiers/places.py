@@ -1,6 +1,7 @@
 """The place of each expert (compute device, host slot or disk), and the free slots."""
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from overspill.core.expert_map import ExpertMap
 from overspill.core.experts import ExpertId
@@ -9,12 +10,22 @@ from overspill.tiers.remote_experts import RemoteExperts
 from overspill.tiers.worker_sync import WorkerSync
 
 
+class Home(NamedTuple):
+    """A permanent host slot or a disk record that no other expert uses."""
+
+    in_host: bool
+    slot: int
+
+
 class ExpertPlaces:
     """The entries of all local experts, and the slots of streamed ones.
 
     The first `residents[layer]` experts of each layer live on the compute device and have no slots
     here. Of the others, `permanent_slots`, spread evenly over the layers, always stay in host
     memory; the rest is on disk and passes through `cache_slots` further host slots.
+
+    Slots have the size of the largest records, and any expert can use them. But experts whose
+    records are smaller have homes of their own size, to which they return from the device.
     """
 
     def __init__(
@@ -26,8 +37,10 @@ class ExpertPlaces:
         cache_slots: int,
         residents: list[int] | None,
         spare_records: int,
+        small_layers: Collection[int] = (),
     ) -> None:
-        """If there are experts on disk, `spare_records` further ones find room there."""
+        """If there are experts on disk, `spare_records` further ones find room there. Records of
+        `small_layers` are smaller than the largest."""
         self._sync = sync
         self.experts = experts
         self.maps = [experts] * n_layers
@@ -44,6 +57,12 @@ class ExpertPlaces:
         assert self.disk_slots == 0 or self.least_cache >= 1
         self.host_slots = self.permanent_slots + self.least_cache
         self.entries = self._number_entries(count)
+        self.homes: dict[int, Home] = {}
+        """By the numbers of entries."""
+        for entry in self.entries if small_layers else ():
+            slot = entry.host_slot if entry.disk_slot is None else entry.disk_slot
+            if entry.id.layer in small_layers and slot is not None:
+                self.homes[entry.number] = Home(entry.disk_slot is None, slot)
         self.remote_experts = RemoteExperts(n_layers)
         """Experts of other ranks that this one can upload. They are no `entries`."""
         self._cached: dict[Entry, None] = {}
@@ -121,7 +140,7 @@ class ExpertPlaces:
     @property
     def on_disk(self) -> int:
         """The number of experts on disk."""
-        return self.disk_slots - len(self.free_records)
+        return sum(entry.on_disk for entry in self.entries)
 
     @property
     def cache_slots(self) -> int:
@@ -186,17 +205,26 @@ class ExpertPlaces:
             cached = {entry for entry in in_host if entry.on_disk}
             known = [entry for entry in self._cached if entry in cached]
             self._cached = dict.fromkeys([*known, *cached])
-            self.free_slots = [slot for slot in range(self.host_slots) if slot not in held]
             stored = {entry.disk_slot for entry in on_disk}
+            for home in self.homes.values():
+                (held if home.in_host else stored).add(home.slot)
+            self.free_slots = [slot for slot in range(self.host_slots) if slot not in held]
             self.free_records = [n for n in range(self.disk_slots) if n not in stored]
 
     def check_conserved(self) -> None:
-        """Asserts, when idle, that every host slot is either free or held by exactly one expert."""
+        """Asserts, when idle, that every host slot is either free or held by exactly one expert:
+        that whose home it is, if it is one."""
         with self._sync.lock:
             held = [entry.host_slot for entry in self.entries if entry.host_slot is not None]
+            stored = [entry.disk_slot for entry in self.entries if entry.disk_slot is not None]
+            for number, (in_host, slot) in self.homes.items():
+                entry = self.entries[number]
+                if self.position(entry) < self.residents[entry.id.layer]:
+                    (held if in_host else stored).append(slot)
+                else:
+                    assert slot == (entry.host_slot if in_host else entry.disk_slot)
             slots = sorted([*held, *self.free_slots])
             assert slots == list(range(self.host_slots)), "host slots leaked"
-            stored = [entry.disk_slot for entry in self.entries if entry.disk_slot is not None]
             records = sorted([*stored, *self.free_records])
             assert records == list(range(self.disk_slots)), "disk slots leaked"
             assert not any(entry.io or entry.holds for entry in self.entries), "not idle"

@@ -1,6 +1,6 @@
 """Experts that move between the compute device and host memory or disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
@@ -16,10 +16,10 @@ class ResidentChanges:
         self._sync = store.sync
         self._places = store.places
 
-    def missing_slots(self, count: int) -> int:
-        """The number of host slots that must be added before `count` experts can leave the
-        device."""
+    def missing_slots(self, leaving: Collection[Entry]) -> int:
+        """The number of host slots that must be added before these experts can leave the device."""
         with self._sync.lock:
+            count = sum(entry.number not in self._places.homes for entry in leaving)
             to_host = count - len(self._places.free_records)
             missing = to_host + self._places.least_cache - len(self._places.free_slots)
             return max(0, missing) if to_host > 0 else 0
@@ -52,21 +52,25 @@ class ResidentChanges:
         store, places, layer = self._store, self._places, entry.id.layer
         with self._sync.lock:
             assert places.position(entry) == places.residents[layer] - 1
+            home = places.homes.get(entry.number)
             # experts on disk need some
-            in_host = len(places.free_slots) > places.least_cache
+            in_host = len(places.free_slots) > places.least_cache if home is None else home.in_host
             free = places.free_slots if in_host else places.free_records
+            slot = free[-1] if home is None else home.slot
             for part, fill in fills.items():
                 if in_host:
-                    fill(store.memory.slabs[part][free[-1]])
+                    size = store.memory.size_in(part, layer)
+                    fill(store.memory.slabs[part][slot][:size])
                 else:
-                    store.memory.write(part, free[-1], fill)
+                    store.memory.write(part, slot, layer, fill)
             if in_host:
-                entry.host_slot, entry.valid = free[-1], Part(sum(store.memory.slabs))
+                entry.host_slot, entry.valid = slot, Part(sum(store.memory.slabs))
             else:
-                entry.disk_slot = free[-1]
+                entry.disk_slot = slot
             entry.version += 1
             places.residents[layer] -= 1  # until now it was on the device, whatever came
-            free.pop()
+            if home is None:
+                free.pop()
 
     def load_weights(self, entry: Entry) -> Tensor:
         """Return the weights in the expert's host slot, which an expert on disk gets now."""

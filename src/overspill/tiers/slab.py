@@ -1,12 +1,13 @@
-"""Memory allocated once: a slab is one allocation divided into slots of equal size."""
+"""Memory allocated once: a slab is one allocation divided into slots."""
 
 import ctypes
 import logging
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ being unregistered would make a later registration of its address fail."""
 
 
 class HostSlab:
-    """Page-aligned host memory: `slots` of `slot_bytes` each, page-locked for the GPU if `pinned`.
+    """Page-aligned host memory: `slots` of `slot_bytes` each, or of `sizes`, page-locked for the
+    GPU if `pinned`.
 
     It is anonymous memory registered with CUDA. Torch's allocator for pinned memory rounds up to a
     power of two: 58 GB would become 64. Several threads touch and register it in pieces, because
@@ -48,31 +50,34 @@ class HostSlab:
         background: bool = False,
         piece_bytes: int = _PIECE_BYTES,
         memory: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """`memory` is memory for the slots that is allocated already, and may have content."""
         self._registered: list[int] = []  # first: __del__ reads them
         self._pieces: list[Future[int]] = []
-        assert slot_bytes % ALIGN == 0
+        sizes = [slot_bytes] * slots if sizes is None else sizes
+        assert len(sizes) == slots
+        assert all(size % ALIGN == 0 for size in (slot_bytes, *sizes))
         self.name = name
-        self.nbytes = slots * slot_bytes
+        self.nbytes = sum(sizes)
         self._slot_bytes = slot_bytes
         self._pinned = pinned
         self._more: list[HostSlab] = []  # slots that were added
         self._process = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
-        # a piece is a whole number of slots: a copy must not span two registrations
-        slots_per_piece = max(1, piece_bytes // slot_bytes)
-        self._piece_bytes = slots_per_piece * slot_bytes
+        self._piece_sizes = _piece_sizes(sizes, piece_bytes)
+        self._views: tuple[Tensor, ...] = ()
         if slots == 0:
-            self.slots = torch.empty(0, slot_bytes, dtype=torch.uint8)
-            self._views = self.slots.unbind()
+            self.memory = torch.empty(0, dtype=torch.uint8)
             return
         touch = memory is None and not background
         if memory is None:
             memory = self._new_memory()
-        self.slots = memory[: self.nbytes].view(slots, slot_bytes)
-        self._views = self.slots.unbind()  # created once, because slots are accessed often
-        pieces = self.slots.split(slots_per_piece)
+        self.memory = memory[: self.nbytes]
+        """All slots, one behind the other, without those that were added."""
+        # created once, because slots are accessed often
+        self._views = self.memory.split(sizes)
+        pieces = self.memory.split(self._piece_sizes)
         if not pinned and (not touch or len(pieces) == 1):  # there is no work for threads
             if touch:
                 _allocate_piece(self._registered, pieces[0], pinned, touch)
@@ -101,7 +106,8 @@ class HostSlab:
 
     def wait_allocated(self, progress: Progress | None = None) -> None:
         """Block until all memory is allocated and, if `pinned`, registered."""
-        for number, piece in enumerate(self._pieces, start=1):
+        ends = accumulate(self._piece_sizes)
+        for piece, done in zip(self._pieces, ends, strict=False):
             code = piece.result()
             if code != 0:
                 raise BudgetError(
@@ -109,7 +115,6 @@ class HostSlab:
                     f"({code}); lower --host-memory or raise the memlock limit (ulimit -l)"
                 )
             if progress is not None:
-                done = min(number * self._piece_bytes, self.nbytes)
                 progress(f"allocating memory for {self.name}", done, self.nbytes)
         self._join_threads()
 
@@ -143,7 +148,7 @@ class HostSlab:
         while self._registered:  # Ctrl-C between two calls: the next close() goes on
             _unregister(self._registered[-1])
             self._registered.pop()
-        self.slots = self.slots.new_empty(0, self._slot_bytes)
+        self.memory = self.memory.new_empty(0)
         self._views = ()
         for slab in self._more:
             slab.close()
@@ -153,6 +158,17 @@ class HostSlab:
         used = self._registered or self._pieces
         if used and os.getpid() == self._process and not sys.is_finalizing():
             self.close()
+
+
+def _piece_sizes(sizes: Sequence[int], limit: int) -> list[int]:
+    """Divide slots into pieces of whole slots: a copy must not span two registrations."""
+    pieces: list[int] = []
+    for size in sizes:
+        if pieces and pieces[-1] + size <= limit:
+            pieces[-1] += size
+        else:
+            pieces.append(size)
+    return pieces
 
 
 def _allocate_piece(addresses: list[int], piece: Tensor, pinned: bool, touch: bool) -> int:

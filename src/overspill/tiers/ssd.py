@@ -7,6 +7,8 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
@@ -64,13 +66,19 @@ def reserve(fd: int, size: int) -> bool:
 
 
 class RecordFile:
-    """One file of `slots` records of `slot_bytes`. Several threads can read and write it."""
+    """One file of `slots` records of `slot_bytes`, or of `sizes`. Several threads can read and
+    write it."""
 
-    def __init__(self, path: Path, slots: int, slot_bytes: int) -> None:
-        assert slot_bytes % ALIGN == 0
+    def __init__(
+        self, path: Path, slots: int, slot_bytes: int, sizes: Sequence[int] | None = None
+    ) -> None:
         self.path = path
-        self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
+        self.offsets: Sequence[int] = range(0, self.nbytes, slot_bytes)
+        """The position of each record in the file."""
+        if sizes is not None:
+            *self.offsets, self.nbytes = accumulate(sizes, initial=0)
+        assert all(size % ALIGN == 0 for size in (slot_bytes, *(sizes or ())))
         self.fd = self._open(path)
         try:
             # without a name, the file is deleted however the process ends
@@ -114,7 +122,7 @@ class RecordFile:
         done = 0
         while done < len(view):
             try:
-                n = os.preadv(self.fd, [view[done:]], slot * self.slot_bytes + done)
+                n = os.preadv(self.fd, [view[done:]], self.offsets[slot] + done)
             except OSError as error:
                 raise self._error("reading", len(view), error) from error
             if n == 0:
@@ -129,16 +137,16 @@ class RecordFile:
         done = 0
         while done < len(view):
             try:
-                done += os.pwritev(self.fd, [view[done:]], slot * self.slot_bytes + done)
+                done += os.pwritev(self.fd, [view[done:]], self.offsets[slot] + done)
             except OSError as error:
                 raise self._error("writing", len(view), error) from error
 
-    def read_error(self, number: int) -> DiskError:
-        """The error of a native thread that could not read a record: `code` is an `errno`, or -1
-        for the end of the file."""
+    def read_error(self, number: int, size: int) -> DiskError:
+        """The error of a native thread that could not read a record of this size: `number` is an
+        `errno`, or -1 for the end of the file."""
         if number < 0:
             return self._truncated()
-        return self._error("reading", self.slot_bytes, OSError(number, os.strerror(number)))
+        return self._error("reading", size, OSError(number, os.strerror(number)))
 
     def _error(self, doing: str, size: int, error: OSError) -> DiskError:
         advice = "check the disk or choose another --disk"

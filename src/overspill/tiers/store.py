@@ -14,7 +14,7 @@ from overspill.tiers.disk_transfers import DiskTransfers
 from overspill.tiers.entry import Entry, Part, Reader
 from overspill.tiers.layout import RecordLayout
 from overspill.tiers.places import ExpertPlaces
-from overspill.tiers.record_memory import RecordMemory
+from overspill.tiers.record_memory import RecordMemory, SmallSlots
 from overspill.tiers.remote_experts import RemoteExpert, RemoteExperts
 from overspill.tiers.replicas import Replicas
 from overspill.tiers.shared_experts import SharedExperts
@@ -51,15 +51,23 @@ class ExpertStore:
         then."""
         self.sync = WorkerSync(watchdog_seconds)
         """The lock of all entries, and waits of threads for each other."""
+        self.weight_bytes = [layout.weight_bytes_in(layer) for layer in range(n_layers)]
+        """Bytes of the weight records of each layer."""
+        small = {n for n, size in enumerate(self.weight_bytes) if size < layout.weight_bytes}
+        self._is_mixed = bool(small)
+        assert shared is None or not small
         places = self.places = ExpertPlaces(
-            self.sync, n_layers, experts, permanent_slots, cache_slots, residents, spare_records
-        )
+            self.sync, n_layers, experts, permanent_slots, cache_slots, residents, spare_records,
+            small,
+        )  # fmt: skip
         self.sync.disk_busy = places.disk_busy
         self.replicas = Replicas()
         self.lifetime = Lifetime()
         self._shared = shared
         weights = None if shared is None else shared.own.weights
-        self.memory = RecordMemory(layout, places.disk_slots, pinned, disk, progress, weights)
+        self.memory = RecordMemory(
+            layout, places.disk_slots, pinned, disk, progress, weights, self._small_slots()
+        )
         self.disk = DiskTransfers(self.sync, self.memory)
         try:
             self.allocate(Part.WEIGHTS, background=True)  # pinned while the slots are filled
@@ -71,6 +79,13 @@ class ExpertStore:
         except BaseException:
             self.close()  # leaves no file behind
             raise
+
+    def _small_slots(self) -> SmallSlots:
+        small = SmallSlots({}, {})
+        for number, home in self.places.homes.items():
+            sizes = small.host if home.in_host else small.disk
+            sizes[home.slot] = self.weight_bytes[self.places.entries[number].id.layer]
+        return small
 
     def allocate(self, part: Part, background: bool = False) -> None:
         """Allocate the memory and disk space for `part` of every expert, once."""
@@ -89,7 +104,10 @@ class ExpertStore:
             assert part == Part.WEIGHTS
             return entry.weights
         assert entry.host_slot is not None
-        return self.memory.slabs[part][entry.host_slot]
+        memory = self.memory.slabs[part][entry.host_slot]
+        if self._is_mixed:  # the slot may be larger
+            return memory[: self.memory.size_in(part, entry.id.layer)]
+        return memory
 
     def wait_allocated(self) -> None:
         """Block until all memory is allocated and pinned."""
@@ -204,7 +222,7 @@ class ExpertStore:
         if entry.valid & part:
             return self.host(entry, part)
         assert entry.disk_slot is not None
-        return self.memory.read(part, entry.disk_slot)
+        return self.memory.read(part, entry.disk_slot, entry.id.layer)
 
     def write_part(self, entry: Entry, part: Part, fill: Callable[[Tensor], None]) -> None:
         """Let `fill` change the bytes of `part` in place."""
@@ -218,7 +236,7 @@ class ExpertStore:
                     entry.dirty |= part
             else:
                 assert entry.disk_slot is not None
-                scratch = self.memory.read(part, entry.disk_slot)
+                scratch = self.memory.read(part, entry.disk_slot, entry.id.layer)
                 fill(scratch)
                 self.memory.files[part].write(entry.disk_slot, scratch)
             if part == Part.WEIGHTS:
@@ -234,4 +252,4 @@ class ExpertStore:
             fill(self.host(entry, part))
             return
         assert entry.disk_slot is not None
-        self.memory.write(part, entry.disk_slot, fill)
+        self.memory.write(part, entry.disk_slot, entry.id.layer, fill)

@@ -93,7 +93,7 @@ class DiskReads:
 
     def _offset(self, entry: Entry) -> int:
         assert entry.disk_slot is not None
-        return self._store.memory.size(Part.WEIGHTS) * entry.disk_slot
+        return self._store.memory.files[Part.WEIGHTS].offsets[entry.disk_slot]
 
     def _inject_faults(self, inject: Inject) -> None:
         for entry in self._missing:
@@ -157,7 +157,7 @@ class DiskReads:
         except OSError:
             pass
         finally:
-            began, size = self._began_ahead.pop(entry), self._store.memory.size(Part.WEIGHTS)
+            began, size = self._began_ahead.pop(entry), self._store.weight_bytes[layer]
             self._slots.end_reads([entry], succeeded)
         if succeeded:
             self._recorder.add_bytes(_LANE, size)
@@ -167,10 +167,11 @@ class DiskReads:
         """End the reads of missing experts. If `error` is not 0, the read of the expert with index
         `failed` has failed with this `errno`, -1 for the end of the file."""
         if error:
-            reason = self._store.memory.files[Part.WEIGHTS].read_error(error)
-            raise self._failed(self._held[failed], reason)
+            entry, sizes = self._held[failed], self._store.weight_bytes
+            file = self._store.memory.files[Part.WEIGHTS]
+            raise self._failed(entry, file.read_error(error, sizes[entry.id.layer]))
         self._slots.end_reads(self._missing)
-        size = len(self._missing) * self._store.memory.size(Part.WEIGHTS)
+        size = sum(self._store.weight_bytes[entry.id.layer] for entry in self._missing)
         if size:
             self._recorder.add_bytes(_LANE, size)
             label = f"{len(self._missing)} experts"

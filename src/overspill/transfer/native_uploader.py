@@ -29,7 +29,7 @@ class NativeUploader(Uploader):
         calls: UploadCalls,
         sizes: PieceSizes | None = None,
     ) -> None:
-        super().__init__(slab, n_slots, sizes or PieceSizes())
+        super().__init__(slab, n_slots, sizes or PieceSizes(), store.weight_bytes)
         self._store = store
         self._sync = store.sync
         self._stream = stream
@@ -169,6 +169,7 @@ class NativeUploader(Uploader):
         replica = self._store.replicas.of(entry)
         command.source = self._address(entry) if replica is None else replica.data_ptr()
         command.in_device = replica is not None
+        command.bytes = self.weight_bytes[entry.id.layer]
         (self._from_replicas.discard if replica is None else self._from_replicas.add)(number)
         command.after = event_handle(slot.free.event)
         command.number = self._last_number

@@ -34,7 +34,7 @@ class ThreadUploader(Uploader):
         n_slots: int,
         sizes: PieceSizes | None = None,
     ) -> None:
-        super().__init__(slab, n_slots, sizes or PieceSizes())
+        super().__init__(slab, n_slots, sizes or PieceSizes(), store.weight_bytes)
         self._store = store
         self._sync = store.sync
         self._stream = stream
@@ -175,8 +175,9 @@ class ThreadUploader(Uploader):
         self._reads_replica = replica is not None
         if replica is None:
             self._store.begin_upload(entry)
-        size = self.record_bytes if target.certain else self.piece_bytes
-        piece = slice(partial.filled, min(partial.filled + size, self.record_bytes))
+        record = self.weight_bytes[entry.id.layer]
+        size = record if target.certain else self.piece_bytes
+        piece = slice(partial.filled, min(partial.filled + size, record))
         source = self._store.host(entry, Part.WEIGHTS) if replica is None else replica
         if piece.stop - piece.start != self.record_bytes:
             source = source[piece]
@@ -200,7 +201,7 @@ class ThreadUploader(Uploader):
             if from_host:
                 self._store.end_upload(entry, event)
             self._partial[target.slot].filled = piece.stop
-            if piece.stop == self.record_bytes:
+            if piece.stop == self.weight_bytes[entry.id.layer]:
                 del self._partial[target.slot]
                 if self._owners[target.slot] is entry:
                     slot.entry, slot.version, slot.ready = entry, version, event

@@ -42,6 +42,7 @@ struct UploadCommand {
     uint64_t number;
     int64_t tag;        // for the trace
     int64_t in_device;  // the source is memory of the device
+    int64_t bytes;
 };
 
 struct QueuedUpload {
@@ -86,12 +87,11 @@ class UploadThread {
     // `counters`: sequence numbers of the last piece that has ended and of the last that has begun,
     // in memory that the stream can write to. `issued` and `ends`: for each slot, the last command
     // of which all pieces were issued, and the sequence number of its last piece.
-    UploadThread(const Calls& calls, void* context, void* stream, int64_t n_slots, int64_t record,
-                 int64_t piece, uint64_t* counters, uint64_t* issued, uint64_t* ends, Inject inject)
+    UploadThread(const Calls& calls, void* context, void* stream, int64_t n_slots, int64_t piece,
+                 uint64_t* counters, uint64_t* issued, uint64_t* ends, Inject inject)
         : calls(calls),
           context(context),
           stream(stream),
-          record(record),
           piece(piece),
           counters(counters),
           issued(issued),
@@ -269,7 +269,7 @@ class UploadThread {
             slot.filled = 0;
             if (command.after) check(calls.wait_event(stream, command.after, 0));
         }
-        const int64_t left = record - slot.filled;
+        const int64_t left = command.bytes - slot.filled;
         const int64_t bytes = upload.certain || left < piece ? left : piece;
         ++sequence;
         if (tracing) check(calls.write(stream, address(&counters[1]), sequence, 0));
@@ -280,7 +280,7 @@ class UploadThread {
         traced_in_flight += tracing;
         issued_bytes[command.in_device != 0] += bytes;
         slot.filled += bytes;
-        if (slot.filled == record || error) {
+        if (slot.filled == command.bytes || error) {
             if (!error) {
                 store(&ends[upload.slot], sequence);
                 store(&issued[upload.slot], command.number);
@@ -301,7 +301,7 @@ class UploadThread {
     const Calls calls;
     void* const context;
     void* const stream;
-    const int64_t record, piece;
+    const int64_t piece;
     uint64_t *const counters, *const issued, *const ends;
     const Inject inject;
     std::vector<Slot> slots;
@@ -343,10 +343,9 @@ extern "C" {
 const void* overspill_upload_host_calls() { return &host_calls; }
 
 void* overspill_upload_new(const Calls* calls, void* context, void* stream, int64_t n_slots,
-                           int64_t record, int64_t piece, uint64_t* counters, uint64_t* issued,
-                           uint64_t* ends, Inject inject) {
-    return new UploadThread(*calls, context, stream, n_slots, record, piece, counters, issued, ends,
-                            inject);
+                           int64_t piece, uint64_t* counters, uint64_t* issued, uint64_t* ends,
+                           Inject inject) {
+    return new UploadThread(*calls, context, stream, n_slots, piece, counters, issued, ends, inject);
 }
 
 void overspill_upload_stop(void* thread) { static_cast<UploadThread*>(thread)->stop(); }

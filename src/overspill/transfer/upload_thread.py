@@ -69,6 +69,7 @@ class UploadCommand(ctypes.Structure):
         ("number", ctypes.c_uint64),
         ("tag", ctypes.c_int64),
         ("in_device", ctypes.c_int64),  # the source is a replica
+        ("bytes", ctypes.c_int64),
     )
 
 
@@ -128,6 +129,7 @@ class UploadThread:
         inject: Callable[[], object] | None = None,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> None:
+        """`record` are the bytes of each record, unless its command has others."""
         library = upload_library()
         assert library is not None
         self._library = library
@@ -139,6 +141,8 @@ class UploadThread:
         self._memory = counters.pin_memory() if calls.pinned else counters
         self._counters = (ctypes.c_uint64 * 2).from_address(self._memory.data_ptr())
         self.commands = (UploadCommand * n_slots)()
+        for command in self.commands:
+            command.bytes = record
         self.issued = (ctypes.c_uint64 * n_slots)()
         self.ends = (ctypes.c_uint64 * n_slots)()
         self._failure: BaseException | None = None
@@ -149,7 +153,6 @@ class UploadThread:
             calls.context,
             calls.stream,
             n_slots,
-            record,
             piece,
             self._memory.data_ptr(),
             self.issued,
@@ -275,7 +278,7 @@ def upload_library() -> ctypes.CDLL | None:
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     types: dict[str, tuple[Any, list[Any]]] = {
         "host_calls": (pointer, []),
-        "new": (pointer, [pointer] * 3 + [size] * 3 + [pointer] * 3 + [_InjectCallback]),
+        "new": (pointer, [pointer] * 3 + [size] * 2 + [pointer] * 3 + [_InjectCallback]),
         "stop": (None, [pointer]),
         "free": (None, [pointer]),
         "set": (flag, [pointer, pointer, pointer, size, size, size, flag]),

@@ -66,10 +66,15 @@ class Slot:
 class Uploader(abc.ABC):
     """Uploads of experts into slots. Methods marked (lock) are called under the store's lock."""
 
-    def __init__(self, slab: Tensor, n_slots: int, sizes: PieceSizes) -> None:
+    def __init__(
+        self, slab: Tensor, n_slots: int, sizes: PieceSizes, weight_bytes: Sequence[int]
+    ) -> None:
+        """`weight_bytes` are those of the records of each layer."""
         self.slab = slab
         self.slots = [Slot() for _ in range(n_slots)]
+        self.weight_bytes = weight_bytes
         self.record_bytes = slab.shape[1]
+        """Bytes of the largest record."""
         self.piece_bytes = sizes.piece_of(self.record_bytes)
         self._certain_in_flight = max(self.piece_bytes, sizes.certain_in_flight)
         self._overlap = True

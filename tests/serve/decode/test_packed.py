@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,59 @@ def test_types_of_gguf_may_differ_by_layer(
     model.overspill.check_conserved()
     model.overspill.close()
     assert steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "residents"),
+    [
+        ({"slots": 3}, [1, 0]),
+        ({"slots": 1}, [0, 0]),
+        ({"mode": "prefetch-all"}, [0, 1]),
+        ({"migrate": "cpu", "slots": 3}, [0, 1]),
+    ],
+    ids=["cache", "one-slot", "copies", "cpu"],
+)
+def test_records_may_differ_in_size_by_layer(
+    options: dict[str, Any], residents: list[int], tmp_path: Path, steps: list[int]
+) -> None:
+    _, eager = gguf.make_case(gguf.CASES["mixtral"], tmp_path / "model.gguf", gguf.mixed)
+    model = gguf.load(tmp_path / "model.gguf", packed=True)
+    engine = model.overspill
+    assert engine.layout.weight_bytes_in(0) < engine.layout.weight_bytes_in(1)
+    engine.set_residents(residents)
+    made = Decoding(eager, model, PROMPTS[:1], **options)
+    for _ in range(4):
+        made.step()
+    stats = made.runner.stats()
+    assert stats["expert_slots"] == options.get("slots", 0)
+    assert options.get("slots", 0) < 2 or min(stats["expert_hit_rate"]) > 0
+    made.runner.close()
+    engine.check_conserved()
+    engine.close()
+    assert steps == [1] * 4
+
+
+def test_records_on_disk_may_differ_in_size_by_layer(tmp_path: Path, steps: list[int]) -> None:
+    _, eager = gguf.make_case(gguf.CASES["mixtral"], tmp_path / "model.gguf", gguf.mixed)
+    given = {"mode": "disk", "slots": 3, "host_slots": 6, "disk": tmp_path, "device": "cpu"}
+    model = overspill.load(
+        tmp_path / "model.gguf", dtype=torch.float32, train=False, packed=True, quiet=True,
+        progress=False, **given,
+    )  # fmt: skip
+    engine = model.overspill
+    small, large = (engine.layout.weight_bytes_in(layer) for layer in (0, 1))
+    assert engine.bytes_by_tier()["disk"] == 4 * (small + large)
+    made = Decoding(eager, model, PROMPTS[:1])
+    engine.flush()  # reads of the prompt
+    before = engine.recorder.counters()["ssd read"]
+    for _ in range(4):
+        made.step()
+    read = engine.recorder.counters()["ssd read"] - before
+    assert read % small == 0
+    assert 0 < read <= 4 * 2 * (small + large), "two experts of each layer for every token"
+    made.runner.close()
+    engine.close()
+    assert steps == [1] * 4
 
 
 def test_packed_experts_are_read_from_disk(pairs: Pairs, tmp_path: Path, steps: list[int]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from overspill.compute.decode.launch import power
 from overspill.compute.decode.routing import needed_experts
+from overspill.core.sizes import round_up
 
 _PROGRAMS, _BLOCK, _WARPS = 16, 2048, 8
 """Launch of the kernel that copies: it uses the whole PCIe bandwidth of an H200 with few of its
@@ -26,14 +27,22 @@ class Region(NamedTuple):
     table_E: Tensor  # int64: where experts are, relative to the base of tables
     list_N: Tensor  # int32: experts that are copied, -1 behind the last one
 
+    def with_records(self, numel: int) -> "Region":
+        """Return the region for records of `numel` elements, which are no larger."""
+        count, width = len(self.slots_ND), _padded(numel, self.slots_ND)
+        return self._replace(slots_ND=self.slots_ND.view(-1)[: count * width].view(count, width))
+
 
 def new_region(n_slots: int, n_experts: int, numel: int, like: Tensor) -> Region:
     """Allocate a region for `n_slots` records of `numel` elements, with the device and dtype of
     `like`."""
-    whole = 16 // like.element_size()
-    slots = like.new_empty(n_slots, -(-numel // whole) * whole)
+    slots = like.new_empty(n_slots, _padded(numel, like))
     table = torch.empty(n_experts, dtype=torch.int64, device=like.device)
     return Region(slots, table, torch.empty(n_slots, dtype=torch.int32, device=like.device))
+
+
+def _padded(numel: int, like: Tensor) -> int:
+    return round_up(numel, 16 // like.element_size())
 
 
 def migrate(

@@ -49,7 +49,10 @@ class Residents:
         self.layout = layout
         self.device = device
         self.has_states = False
-        self._layers = [LayerRecords(self._zeros(count, *layout.stored)) for count in counts]
+        self._layers = [
+            LayerRecords(self._zeros(count, *layout.stored_in(layer)))
+            for layer, count in enumerate(counts)
+        ]
         self._stream: torch.cuda.Stream | None = None  # of updates beside computation
         self._updated: dict[int, StreamEvent | None] = {}  # the last of these updates, by layer
 

@@ -4,6 +4,7 @@ Nothing waits: the routing of a step is read when a later one begins, uploads ru
 and a copy is used by the steps that begin after it has arrived.
 """
 
+import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from overspill.moe.engine import Engine
 from overspill.plan.eviction import Mask, Policy
+from overspill.plan.slot_sizes import slot_sizes
 from overspill.serve.decode.table import ExpertTable
 from overspill.tiers.replicas import Replica
 from overspill.transfer.driver import copy_on
@@ -91,8 +93,12 @@ class ExpertCache:
         self._policy = policy
         self._chunk = max(1, chunk_bytes // engine.layout.weight_bytes)  # in slots
         self._slabs: list[Tensor] = []
-        self._n_slots = 0
-        self._free: list[int] = []
+        # of the records of each layer, and of each slot: a slot is for records that are no larger
+        self._bytes_L = [engine.layout.weight_bytes_in(each) for each in range(engine.n_layers)]
+        self._bytes_N: list[int] = []
+        self._records: list[Tensor] = []
+        self._sizes = slot_sizes(experts_by_size(engine, first))
+        self._free: dict[int, list[int]] = {size: [] for size in sorted({*self._bytes_L})}
         # the slot of each expert that steps find here, or -1
         self._slots_LE = np.full((engine.n_layers, engine.n_experts), -1)
         self._planned: list[_Upload] = []
@@ -111,16 +117,29 @@ class ExpertCache:
         self.n_missed = 0
         """Experts that steps have not found; one with several tokens of a step counts once."""
         with suppress(torch.OutOfMemoryError):  # memory is divided into pieces that are too small
-            while self._n_slots < n_slots:
-                self._extend(min(self._chunk, n_slots - self._n_slots))
+            while self.n_slots < n_slots:
+                self._extend(min(self._chunk, n_slots - self.n_slots))
 
     def _extend(self, count: int) -> None:
-        size = count, self._engine.layout.weight_bytes
+        sizes = [*itertools.islice(self._sizes, count)]
         with torch.inference_mode(False):
-            slab = torch.empty(size, dtype=torch.uint8, device=self._engine.device)
+            slab = torch.empty(sum(sizes), dtype=torch.uint8, device=self._engine.device)
         self._slabs.append(slab)
-        self._free += range(self._n_slots, self._n_slots + count)
-        self._n_slots += count
+        self._bytes_N += sizes
+        for slot, record in enumerate(slab.split(sizes), self.n_slots):
+            self._records.append(record)
+            self._give(slot)
+
+    def _give(self, slot: int) -> None:
+        """Make a slot free."""
+        self._free[self._bytes_N[slot]].append(slot)
+
+    def _take(self, size: int) -> int | None:
+        """Take a free slot for a record of `size` bytes, the smallest that is large enough."""
+        for each, slots in self._free.items():
+            if each >= size and slots:
+                return slots.pop()
+        return None
 
     def limit_uploads(self, host_slots: int | None) -> None:
         """Uploads may keep so many host slots (None: any) of experts on disk."""
@@ -128,14 +147,14 @@ class ExpertCache:
 
     @property
     def n_slots(self) -> int:
-        return self._n_slots
+        return len(self._records)
 
     @property
     def nbytes(self) -> int:
         return sum(slab.nbytes for slab in self._slabs)
 
     def _record(self, slot: int) -> Tensor:
-        return self._slabs[slot // self._chunk][slot % self._chunk]
+        return self._records[slot]
 
     def _address(self, slot: int) -> int:
         return self._record(slot).data_ptr()
@@ -146,19 +165,22 @@ class ExpertCache:
         self._wait()
         if not self._slabs:
             return False
-        self._n_slots -= len(self._slabs[-1])
-        for layer, expert in np.argwhere(self._slots_LE >= self._n_slots).tolist():
+        left = self._chunk * (len(self._slabs) - 1)
+        for layer, expert in np.argwhere(self._slots_LE >= left).tolist():
             self._forget((layer, expert))
             self._table.set(layer, expert, None)
         self._table.apply()
         self._slabs.pop()
-        self._free = [slot for slot in self._free if slot < self._n_slots]
+        del self._records[left:], self._bytes_N[left:]
+        for slots in self._free.values():
+            slots[:] = [slot for slot in slots if slot < left]
         return True
 
     def close(self) -> None:
         """Gives all memory back; no step follows."""
         self._wait()
         self._replicas.clear()
+        self._records.clear()
         self._slabs.clear()
 
     def __del__(self) -> None:
@@ -201,7 +223,7 @@ class ExpertCache:
                 if slot >= 0 and address is None and keep:
                     address = self._address(slot)
                 elif slot >= 0:
-                    self._free.append(slot)
+                    self._give(slot)
                     self._forget((layer, expert))
                 self._table.set(layer, expert, address)
 
@@ -265,19 +287,26 @@ class ExpertCache:
         wanted = [key for key in missed - self._moving if not present_LE[key]]
         wanted.sort(key=lambda key: (-self._score(key), key))
         for key in wanted[: max(0, self._max_uploads - len(self._moving))]:
-            slot = self._free.pop() if self._free else self._evict(self._score(key) - _MARGIN)
+            slot = self._take(self._bytes_L[key[0]])
             if slot is None:
-                return
+                slot = self._evict(self._score(key) - _MARGIN, self._bytes_L[key[0]])
+            if slot is None and len(self._free) == 1:
+                return  # nor does one with a lower score get any
+            if slot is None:
+                continue
             self._planned.append(_Upload(key, slot))
             self._moving.add(key)
 
     def _score(self, key: Key) -> float:
         return float(self._policy.scores_LE[key[0] - self._first, key[1]])
 
-    def _evict(self, below: float) -> int | None:
-        """The slot of the expert with the lowest score, if that is low enough: the steps that
-        follow do not find it."""
+    def _evict(self, below: float, size: int) -> int | None:
+        """The slot of `size` bytes or more of the expert with the lowest score, if that is low
+        enough: the steps that follow do not find it."""
         cached = np.flatnonzero(self._slots_LE[self._first :] >= 0)
+        if size > next(iter(self._free)):  # not all slots are large enough
+            slots = self._slots_LE[self._first :].reshape(-1)[cached]
+            cached = cached[np.array(self._bytes_N)[slots] >= size]
         if not len(cached):
             return None
         scores = self._policy.scores_LE.reshape(-1)[cached]
@@ -306,7 +335,7 @@ class ExpertCache:
 
     def _cancel(self, uploads: list[_Upload]) -> None:
         for key, slot in uploads:
-            self._free.append(slot)
+            self._give(slot)
             self._moving.discard(key)
 
     def _copy(self, planned: list[_Upload], copies: _Copies) -> None:
@@ -322,7 +351,7 @@ class ExpertCache:
             source = engine.addresses.host_weights(*upload.key, copies)
             if source is None:
                 continue
-            memory = engine.layout.weights(self._record(upload.slot))
+            memory = engine.layout.weights(self._record(upload.slot), upload.key[0])
             if self._stream is None:
                 memory.copy_(source)
             else:
@@ -334,6 +363,16 @@ class ExpertCache:
             end = torch.cuda.Event()
             end.record(self._stream)
             copies.end = end
+
+
+def experts_by_size(engine: Engine, first: int = 0) -> dict[int, int]:
+    """Return the number of experts of the layers from `first` on that do not live on the device, by
+    the bytes of their records."""
+    counts: dict[int, int] = {}
+    for layer, residents in enumerate(engine.residents[first:], first):
+        size = engine.layout.weight_bytes_in(layer)
+        counts[size] = counts.get(size, 0) + engine.n_experts - residents
+    return counts
 
 
 def _has_ended(event: torch.cuda.Event | None) -> bool:

@@ -154,16 +154,16 @@ class CpuExperts:
 
     def take_spans(self) -> list[Span]:
         """Return the times since the last call at which experts were computed, or loaded ahead."""
-        size = self._engine.layout.weight_bytes
+        size = self._engine.layout.weight_bytes_in
         return [
             Span(
                 "cpu compute" if count > 0 else "cpu load",
                 str(abs(count)),
                 begin,
                 end,
-                abs(count) * size,
+                abs(count) * size(layer),
             )
-            for _, begin, end, count in self._runner.take_spans()
+            for layer, begin, end, count in self._runner.take_spans()
             if count
         ]
 

@@ -21,7 +21,8 @@ from overspill.models.pregate import pregate_level
 from overspill.moe.engine import Engine
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.plan.eviction import CACHE_POLICIES
-from overspill.serve.decode.cache import ExpertCache
+from overspill.plan.slot_sizes import most_slots
+from overspill.serve.decode.cache import ExpertCache, experts_by_size
 from overspill.serve.decode.cpu_experts import CpuExperts
 from overspill.serve.decode.graphs import CaptureError, DecodeGraphs
 from overspill.serve.decode.linked_experts import LinkedExperts
@@ -284,13 +285,12 @@ class Decode:
         prompt was computed before) and `others` bytes. By default 0 if the model is trained too,
         whose activations need the memory."""
         engine = self._engine
-        residents = engine.residents[self._first :]
-        elsewhere = len(residents) * engine.n_experts - sum(residents)
+        elsewhere = experts_by_size(engine, self._first)
         use = engine.memory.gpu_use()
         if self._slots is not None or use is None or engine.can_train:
-            return min(self._slots or 0, elsewhere)
+            return min(self._slots or 0, sum(elsewhere.values()))
         free = _CACHE_SHARE * (use["budget"] - use["reserved"]) - others
-        return max(0, min(elsewhere, int(free // engine.layout.weight_bytes)))
+        return most_slots(elsewhere, int(free))
 
     def wait(self) -> None:
         """Wait until no step needs host slots that experts on disk share: a pass of the modules

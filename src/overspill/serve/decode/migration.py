@@ -48,13 +48,13 @@ class Migration:
         self._begun[layer] = region.table_E, end, ids_BK
 
     def _region(self, layer: int, n_slots: int) -> Region:
-        key = n_slots, layer % self._depth
+        layout, key = self._engine.layout, (n_slots, layer % self._depth)
         if key not in self._regions:
             with torch.inference_mode(False):  # it outlives it
                 self._regions[key] = new_region(
-                    n_slots, self._engine.n_experts, self._engine.layout.stored[0], self._table.base
+                    n_slots, self._engine.n_experts, layout.stored[0], self._table.base
                 )
-        return self._regions[key]
+        return self._regions[key].with_records(layout.stored_in(layer)[0])
 
     def end(self, layer: int) -> Tensor | None:
         """Return the table of the experts that were copied for a layer, for the kernels that follow

@@ -95,6 +95,14 @@ def _choose(case: Case) -> Choose:
     return choose
 
 
+def mixed(name: str, shape: tuple[int, ...]) -> str:
+    """Types as in files of llama.cpp, which give some layers more bits: records of the second layer
+    are larger."""
+    if len(shape) == 1 or "inp" in name or "exps" not in name:
+        return "F32"
+    return ("Q8_0" if "down" in name else "Q4_0") if "blk.1." in name else "IQ4_NL"
+
+
 def load(path: Path, mode: str = "host", **more: Any) -> Any:
     given = budgets(mode, path.parent / "spill") | {"dtype": torch.float32, "train": False}
     return overspill.load(path, **(given | more))

@@ -1,6 +1,7 @@
 """Experts of a GGUF file that stay packed compute what unpacked ones do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from overspill.core.errors import ConfigError
 from overspill.moe import unpacking
 from overspill.plan.usage import Swap
 from tests.models.huggingface.families import make_batch
-from tests.models.huggingface.gguf.cases import CASES, load, make_case
+from tests.models.huggingface.gguf.cases import CASES, load, make_case, mixed
 from tests.models.huggingface.oracle import MODES
 from tests.models.huggingface.test_load import outputs
 from tests.slow import slow_names
@@ -54,15 +55,8 @@ def test_packed_experts_are_the_unpacked_ones(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_types_may_differ_by_layer(mode: str, tmp_path: Path) -> None:
-    """As in files of llama.cpp, which give some layers more bits. Records have the largest size."""
-
-    def choose(name: str, shape: tuple[int, ...]) -> str:
-        if len(shape) == 1 or "inp" in name or "exps" not in name:
-            return "F32"
-        return ("Q8_0" if "down" in name else "Q4_0") if "blk.1." in name else "IQ4_NL"
-
     path = tmp_path / "model.gguf"
-    family, eager = make_case(CASES["mixtral"], path, choose)
+    family, eager = make_case(CASES["mixtral"], path, mixed)
     batch = make_batch(family, eager)
     expected = outputs(eager, batch)
     model = load(path, mode, packed=True)
@@ -81,6 +75,72 @@ def test_types_may_differ_by_layer(mode: str, tmp_path: Path) -> None:
     assert all(torch.equal(state[key] + 0, value) for key, value in eager.state_dict().items())
     engine.check_conserved()
     engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_take_the_bytes_of_their_layer(mode: str, tmp_path: Path) -> None:
+    """In every memory, in uploads and in reads from disk; slots for any layer have the largest."""
+    path, seen = tmp_path / "model.gguf", []
+    family, eager = make_case(CASES["mixtral"], path, mixed)
+
+    def progress(what: str, done: int, total: int) -> None:
+        if "filling" in what:
+            seen.append((done, total))
+
+    model = load(path, mode, packed=True, progress=progress, dense_weights="gpu")
+    engine = model.overspill
+    assert isinstance(engine.layout.format, MixedFormat)
+    rows = [format.nbytes for format in engine.layout.format.layers]
+    sizes = [engine.layout.weight_bytes_in(layer) for layer in (0, 1)]
+    assert sizes == [4096, 8192]
+    assert seen[-1] == (4 * sum(sizes), 4 * sum(sizes))
+    expected = {
+        "gpu": {"gpu": 4 * sum(rows), "host": 0, "disk": 0},
+        "host": {"gpu": 3 * sizes[1], "host": 4 * sum(sizes), "disk": 0},
+        # an expert of each layer is resident
+        "disk": {"gpu": sum(rows) + 2 * sizes[1], "host": 3 * sizes[1], "disk": 3 * sum(sizes)},
+    }
+    assert engine.bytes_by_tier() == expected[mode]
+    engine.recorder.start()
+    outputs(model, make_batch(family, eager))
+    engine.flush()
+    spans = [span for span in engine.recorder.spans() if span.row in ("upload", "ssd read")]
+    assert len(spans) >= {"gpu": 0, "host": 8, "disk": 12}[mode]
+    for span in spans:
+        layer = int(span.name.split()[1].split(".")[0])
+        assert span.bytes == sizes[layer]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"mode": "gpu"},
+        {"mode": "host", "gpu_experts": 3},
+        {"mode": "host", "slots": 2},
+        {"mode": "disk", "slots": 2, "host_slots": 2},
+        {"mode": "disk", "slots": 3, "host_slots": 7, "gpu_experts": 1},
+    ],
+    ids=lambda memory: "-".join(map(str, memory.values())),
+)
+def test_answers_do_not_depend_on_where_records_of_several_sizes_are(
+    memory: dict[str, Any], tmp_path: Path
+) -> None:
+    make_case(CASES["mixtral"], tmp_path / "model.gguf", mixed)
+    asked = overspill.SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    prompts = [[3, 4, 5, 6], [9, 1]]
+    tokens = []
+    for packed, given in ((False, {"mode": "gpu"}), (True, memory)):
+        disk = {"disk": tmp_path / "spill"} if given["mode"] == "disk" else {}
+        model = overspill.load(
+            tmp_path / "model.gguf", dtype=torch.float32, device="cpu", train=False, quiet=True,
+            progress=False, packed=packed, **given, **disk,
+        )  # fmt: skip
+        with overspill.LLM(model) as llm:
+            tokens.append([made.token_ids for made in llm.generate(prompts, asked)])
+        model.overspill.check_conserved()
+        model.overspill.close()
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("name", REFUSED)

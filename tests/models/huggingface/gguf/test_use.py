@@ -21,6 +21,11 @@ from tests.slow import slow_rows
 SCRIPT = str(Path(__file__).parents[4] / "examples" / "make_tiny_checkpoint.py")
 
 
+ERRORS = {
+    "gguf-mixed": 0.1, "gguf-q4_k": 0.1, "gguf-mxfp4": 0.25, "gguf-q4_0": 0.2, "gguf-q8_0": 0.01,
+}  # fmt: skip
+
+
 def made(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "argv", [SCRIPT, str(folder), "--format", kind])
     runpy.run_path(SCRIPT, run_name="__main__")
@@ -29,9 +34,7 @@ def made(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    slow_rows(
-        [("gguf-q4_k", 0.1), ("gguf-mxfp4", 0.25), ("gguf-q4_0", 0.2), ("gguf-q8_0", 0.01)], 1, 2, 3
-    ),
+    slow_rows([*ERRORS.items()], 1, 2, 3, 4),
 )
 def test_the_example_quantizes_weights(
     kind: str, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -41,7 +44,7 @@ def test_the_example_quantizes_weights(
     path = made(tmp_path / "tiny", kind, monkeypatch)
     torch.manual_seed(0)
     make = script["make_gpt_oss" if "mxfp4" in kind else "make_model"]
-    plain = make(259, 8, 256 if "q4_k" in kind else 32).state_dict()
+    plain = make(259, 8, 256 if kind in ("gguf-q4_k", "gguf-mixed") else 32).state_dict()
     model = overspill.load(path, device="cpu", train=False, quiet=True, dtype=torch.float32)
     state = model.state_dict()
     for name, weight in plain.items():
@@ -51,7 +54,7 @@ def test_the_example_quantizes_weights(
 
 
 def test_texts_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    path = made(tmp_path / "tiny", "gguf-q4_k", monkeypatch)
+    path = made(tmp_path / "tiny", "gguf-mixed", monkeypatch)
     given = ["Experts", "--max-tokens", "6", "--temperature", "0", "--device", "cpu"]
     capsys.readouterr()
     answers = []
