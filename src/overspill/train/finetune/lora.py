@@ -43,6 +43,11 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
         alpha_pattern=dict.fromkeys(experts, alpha * rank / section.lora) if rank else {},
         task_type="SEQ_2_SEQ_LM" if seq2seq else "CAUSAL_LM",
     )
+    # peft notes the family of the base only without a task
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+    }
     with _patterns_known():
         adapted: Any = get_peft_model(model, config)
     if section.checkpoint:
