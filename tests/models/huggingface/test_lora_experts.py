@@ -160,6 +160,30 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
         )
 
 
+def test_no_adapter_of_a_whole_stack_is_formed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-ins are neither read nor written."""
+    plain = make_model(MIXTRAL)
+    batch = make_batch(MIXTRAL, plain)
+    with offloaded(plain, "host", tmp_path) as twin:
+        own = [stand_ins(layer.mlp.experts) for layer in twin.model.layers]
+        mine = adapt(twin)
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise AssertionError("B @ A of all experts was asked for")
+
+        monkeypatch.setattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_weight", refuse)
+        mine(**batch).loss.backward()
+        assert all(p.grad is not None for n, p in trained(mine).items() if "experts" in n)
+        mine.merge_adapter()
+        mine.unmerge_adapter()
+        for each in own:
+            for parameter in each.values():
+                assert set(parameter.stride()) == {0}
+                assert parameter.count_nonzero() == 0
+
+
 @pytest.mark.parametrize("targets", slow_rows(["all-linear", r".*\.(q_proj|w2)", r".*\.w[123]"], 2))
 def test_words_and_expressions_mean_what_they_mean_on_the_plain_model(
     targets: str, tmp_path: Path
