@@ -78,11 +78,12 @@ class LoraTensors:
         self.keys = self._find_sources(model)
         """Name in the checkpoint of each other changed tensor, by its name in the model."""
         self._check_finite()
-        for name in sorted(saved_gates(base.folder) & self._changes.keys()):
-            raise ConfigError(
-                f"{config.folder} changes {name}, and {base.folder} has a pre-gate in its place, "
-                "which the adapter would not change; give an adapter of other layers"
-            )
+        for folder in (base.folder, config.folder):
+            for name in sorted(saved_gates(folder) & self._changes.keys()):
+                raise ConfigError(
+                    f"{config.folder} changes {name}, and {folder} has a pre-gate in its place, "
+                    "which the adapter would not change; give an adapter of other layers"
+                )
 
     def _find_sources(self, model: Any) -> dict[str, str]:
         rename, _ = renamer(model, set())
