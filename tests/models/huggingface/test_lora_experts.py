@@ -18,7 +18,9 @@ from overspill.plan.usage import Swap
 from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
+from tests.models.huggingface.packed.cases import Pairs, load
 from tests.models.huggingface.test_exactness import BY_NAME
+from tests.models.huggingface.test_load import again
 from tests.moe.streaming.policies import random_policy
 from tests.slow import slow_rows
 
@@ -102,6 +104,33 @@ def test_training_equals_pefts(
             if ".experts." in key and "lora_" not in key:
                 assert torch.equal(value, plain.state_dict()[key])
         twin.overspill.check_conserved()
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), slow_rows([("mxfp4", "host"), ("int4", "disk"), ("fp8-block", "host")], 1, 2)
+)
+def test_training_on_packed_experts_equals_pefts_on_plain_ones(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    pair = Pairs(tmp_path)[name]
+    plain = again(pair.family, pair.plain)
+    batches = [make_batch(pair.family, plain, seed) for seed in range(2)]
+    twin = load(pair.packed, mode=mode, packed=True, freeze_experts=True)
+    with contextlib.closing(twin.overspill):
+        theirs, mine = adapt(plain), adapt(twin)
+        plain_adam = torch.optim.AdamW(trained(theirs).values(), **ADAM)
+        adam = overspill.AdamW(trained(mine).values(), max_grad_norm=0.5, **ADAM)
+        for batch in batches:
+            expected, got = theirs(**batch).loss, mine(**batch).loss
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+            expected.backward()
+            got.backward()
+            assert_near(trained(mine), trained(theirs), "gradients")
+            torch.nn.utils.clip_grad_norm_(trained(theirs).values(), 0.5)
+            for optimizer in (plain_adam, adam):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_near(trained(mine), trained(theirs), "trained adapters")
 
 
 def test_exchanged_places_and_cpu_experts_change_nothing(tmp_path: Path) -> None:
