@@ -47,6 +47,22 @@ def test_answers_are_those_of_transformers(name: str, place: str, tmp_path: Path
         assert plain_answer(model, SOURCES[0]) == expected(name)[0]  # as before, outside of it
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_of_sources_are_computed_once(name: str, tmp_path: Path) -> None:
+    """Also of those that arrive while others decode."""
+    with (
+        offloaded(plain_model(name), "host", tmp_path) as model,
+        LLM(model, context=64, max_batch=2) as llm,
+    ):
+        ends = ("EncDecAttention.k", "cross_attention.k_proj")
+        keys = [module for path, module in model.named_modules() if path.endswith(ends)]
+        rows: list[int] = []
+        for module in keys:
+            module.register_forward_hook(lambda *call: rows.append(call[2].shape[-2]))
+        assert tokens_of(llm, SOURCES, GREEDY) == expected(name)
+        assert sum(rows) == len(keys) * sum(map(len, SOURCES)) > 0
+
+
 @pytest.mark.parametrize("name", slow_rows(FAMILIES, 0))
 def test_a_request_that_gave_its_blocks_back_is_computed_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ _HELP = """Give a Mixture-of-Experts model pre-gates, and fine-tune it with them
 A pre-gate chooses the experts of an MoE block --level blocks earlier, so that they can be moved \
 to the GPU before they are needed. DATA and flags are those of overspill finetune. Saved models \
 are plain Hugging Face checkpoints of the conventional model, with the pre-gates in a file beside \
-it, with which Overspill loads and serves them.
+it, with which Overspill loads and serves them. With --lora they are adapters with that file.
 
 [bold]Examples[/bold]
 
@@ -26,6 +26,10 @@ Two blocks ahead; all parameters of a large checkpoint, on one 24 GB GPU:
 The pre-gates alone:
 
   overspill pregate OLMoE-1B-7B texts.jsonl --freeze-experts --freeze-dense
+
+The pre-gates, and adapters of attention and experts:
+
+  overspill pregate Qwen3-30B-A3B texts.jsonl --lora 16 --lora-experts --lora-experts-rank 4
 
 Served afterwards:
 

@@ -18,7 +18,9 @@ from overspill.plan.usage import Swap
 from overspill.serve.decode.module_step import can_step
 from tests.models.huggingface.families import Family, make_batch, make_model
 from tests.models.huggingface.oracle import ADAM, offloaded
+from tests.models.huggingface.packed.cases import Pairs, load
 from tests.models.huggingface.test_exactness import BY_NAME
+from tests.models.huggingface.test_load import again
 from tests.moe.streaming.policies import random_policy
 from tests.slow import slow_rows
 
@@ -104,6 +106,33 @@ def test_training_equals_pefts(
         twin.overspill.check_conserved()
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"), slow_rows([("mxfp4", "host"), ("int4", "disk"), ("fp8-block", "host")], 1, 2)
+)
+def test_training_on_packed_experts_equals_pefts_on_plain_ones(
+    name: str, mode: str, tmp_path: Path
+) -> None:
+    pair = Pairs(tmp_path)[name]
+    plain = again(pair.family, pair.plain)
+    batches = [make_batch(pair.family, plain, seed) for seed in range(2)]
+    twin = load(pair.packed, mode=mode, packed=True, freeze_experts=True)
+    with contextlib.closing(twin.overspill):
+        theirs, mine = adapt(plain), adapt(twin)
+        plain_adam = torch.optim.AdamW(trained(theirs).values(), **ADAM)
+        adam = overspill.AdamW(trained(mine).values(), max_grad_norm=0.5, **ADAM)
+        for batch in batches:
+            expected, got = theirs(**batch).loss, mine(**batch).loss
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+            expected.backward()
+            got.backward()
+            assert_near(trained(mine), trained(theirs), "gradients")
+            torch.nn.utils.clip_grad_norm_(trained(theirs).values(), 0.5)
+            for optimizer in (plain_adam, adam):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_near(trained(mine), trained(theirs), "trained adapters")
+
+
 def test_exchanged_places_and_cpu_experts_change_nothing(tmp_path: Path) -> None:
     plain = make_model(MIXTRAL)
     batch = make_batch(MIXTRAL, plain)
@@ -158,6 +187,30 @@ def test_stand_ins_are_no_parameters_of_the_model(tmp_path: Path) -> None:
             adapted.get_nb_trainable_parameters()[0]
             == adapt(plain).get_nb_trainable_parameters()[0]
         )
+
+
+def test_no_adapter_of_a_whole_stack_is_formed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-ins are neither read nor written."""
+    plain = make_model(MIXTRAL)
+    batch = make_batch(MIXTRAL, plain)
+    with offloaded(plain, "host", tmp_path) as twin:
+        own = [stand_ins(layer.mlp.experts) for layer in twin.model.layers]
+        mine = adapt(twin)
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise AssertionError("B @ A of all experts was asked for")
+
+        monkeypatch.setattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_weight", refuse)
+        mine(**batch).loss.backward()
+        assert all(p.grad is not None for n, p in trained(mine).items() if "experts" in n)
+        mine.merge_adapter()
+        mine.unmerge_adapter()
+        for each in own:
+            for parameter in each.values():
+                assert set(parameter.stride()) == {0}
+                assert parameter.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("targets", slow_rows(["all-linear", r".*\.(q_proj|w2)", r".*\.w[123]"], 2))

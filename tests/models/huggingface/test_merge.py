@@ -162,21 +162,30 @@ def test_only_one_tensor_is_in_memory(
     assert max(read) * 10 < whole
 
 
-def test_a_moved_base_is_given(adapted: Adapted, tmp_path: Path) -> None:
+def test_a_moved_base_is_given(
+    adapted: Adapted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A base of another name may have other weights: it is named."""
     adapted.base.rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"base model of the adapter .* is missing: .*--base"):
         overspill.merge(adapted.folder, tmp_path / "out")
     overspill.merge(adapted.folder, tmp_path / "out", base=tmp_path / "moved")
+    (line,) = [r.message for r in caplog.records if "was trained on" in r.message]
+    assert f"{adapted.base}, and is added to the weights of {tmp_path / 'moved'}" in line
     assert_same(loaded(tmp_path / "out"), merged_by_peft(adapted))
 
 
 def test_an_adapter_and_its_base_are_downloaded(
-    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    adapted: Adapted,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     there = {"org/lora": adapted.folder, "org/base": adapted.base}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(there[name]))
     edit(adapted.folder, base_model_name_or_path="org/base", revision="main")
     done = overspill.merge("org/lora", tmp_path / "out")
+    assert not any("was trained on" in record.message for record in caplog.records)
     assert (done.adapter, done.base) == (str(adapted.folder), str(adapted.base))
     assert_same(loaded(tmp_path / "out"), merged_by_peft(adapted))
 
@@ -297,6 +306,9 @@ def test_the_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
         overspill.load(
             tmp_path / "other", adapter=mixtral.folder, train=False, **budgets("host", tmp_path)
         )
+    edit(mixtral.folder, auto_mapping=None)  # as peft writes it for a task
+    with pytest.raises(CheckpointError, match="its base model is of mixtral, and this one of gpt_"):
+        overspill.merge(mixtral.folder, tmp_path / "out", base=tmp_path / "other")
     # peft ignores usual names that the base model lacks, and those of earlier transformers
     edit(mixtral.folder, target_modules=["q_proj", "gate_proj", "w1", "block_sparse_moe.gate"])
     assert overspill.merge(mixtral.folder, tmp_path / "out").tensors > 0

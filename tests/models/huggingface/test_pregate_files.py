@@ -237,17 +237,23 @@ def test_uploading_is_refused(tmp_path: Path) -> None:
 # -- peft ----------------------------------------------------------------------------------------
 
 
-def test_adapters_are_added_after_pre_gates_and_merged_before_saving(tmp_path: Path) -> None:
+def test_adapters_are_added_after_pre_gates_and_saved_with_them_or_merged(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    make_model(MIXTRAL).save_pretrained(tmp_path / "base")
     with pytest.raises(ConfigError, match="before they are added"):
         overspill.pregate(peft.get_peft_model(make_model(MIXTRAL), config))
     model = overspill.pregate(make_model(MIXTRAL))
+    with torch.no_grad():
+        for gate in gate_tensors(model).values():
+            gate.neg_()
     expected = logits_of(model)
     adapted = peft.get_peft_model(model, config)
     torch.testing.assert_close(logits_of(adapted), expected)
-    with pytest.raises(ConfigError, match="merge_and_unload"):
-        overspill.save(adapted, tmp_path / "out")
+    overspill.save(adapted, tmp_path / "adapter")
+    given = budgets("host", tmp_path) | {"adapter": tmp_path / "adapter", "train": False}
+    with closing(overspill.load(tmp_path / "base", **given)) as again:
+        torch.testing.assert_close(logits_of(again), expected)
     overspill.save(adapted.merge_and_unload(), tmp_path / "out")
     with closing(overspill.load(tmp_path / "out", **budgets("host", tmp_path))) as again:
         torch.testing.assert_close(logits_of(again), expected)

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+import overspill
 from overspill.compute.decode import constants
 from overspill.models.budgets import Budgets
 from overspill.models.huggingface.load import load_within
+from overspill.models.huggingface.pregate_file import gate_tensors
 from tests.models.huggingface.adapters import Adapted, save_adapter
+from tests.models.huggingface.families import make_model
 from tests.models.huggingface.packed.cases import Pairs
+from tests.models.huggingface.test_exactness import BY_NAME
 from tests.models.huggingface.test_expert_lora import BOTH, make
 from tests.models.huggingface.test_load import again
 from tests.serve.decode.decoding import INTERPRETED, Decoding
@@ -99,6 +103,21 @@ def test_adapters_are_read_from_disk(adapted: Adapted, tmp_path: Path, steps: li
     with beside(adapted, tmp_path, "disk") as model:
         assert model.overspill.bytes_by_tier()["disk"] > 0
         decode(adapted.model, model, [])
+    assert steps == [1, 1]
+
+
+def test_pre_gates_in_the_folder_of_an_adapter(tmp_path: Path, steps: list[int]) -> None:
+    """Experts that they have chosen are copied ahead with their adapters."""
+    plain: Any = make_model(BY_NAME["mixtral"]).eval()
+    plain.save_pretrained(tmp_path / "base")
+    overspill.pregate(plain)
+    with torch.no_grad():
+        for gate in gate_tensors(plain).values():
+            gate.neg_()  # they choose other experts than the gates of the base
+    made = save_adapter(plain, tmp_path, tmp_path / "base", **BOTH)
+    overspill.save(made.model, made.folder)
+    with beside(made, tmp_path) as model:
+        decode(made.model, model, [0, 0], mode="pre-gated")
     assert steps == [1, 1]
 
 

@@ -30,7 +30,7 @@ from tests.slow import slow_rows
 
 pytestmark = INTERPRETED
 FIXED = Settings(fix_nllb_routing=True)
-MODES = ["auto", "on-demand", "prefetch-all"]
+MODES = ["auto", "on-demand", "prefetch-all", "lookahead"]
 FEW_HEADS: dict[str, dict[str, Any]] = {  # Triton's interpreter takes time for each
     "switch_transformers": {"num_heads": 2},
     "nllb-moe": {
@@ -98,7 +98,7 @@ def decoding(
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), slow_rows([(name, mode) for mode in MODES for name in FAMILIES], 3, 4)
+    ("name", "mode"), slow_rows([(name, mode) for mode in MODES for name in FAMILIES], 3, 4, 7)
 )
 def test_logits_are_those_of_transformers(
     name: str, mode: str, tmp_path: Path, steps: list[int]

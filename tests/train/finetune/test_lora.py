@@ -60,6 +60,8 @@ def test_an_adapter_names_its_base_as_it_is_found_from_anywhere(
         model.name_or_path = "/a/cache/of/the/hub"
         lora = add_lora(model, FinetuneModelSection(checkpoint=given, lora=3), seq2seq=False)
         assert lora.peft_config["default"].base_model_name_or_path == named
+        family = lora.peft_config["default"].auto_mapping["parent_library"]
+        assert family == "transformers.models.mixtral.modeling_mixtral"
 
 
 def test_layers_that_cannot_have_adapters_are_named_before_weights_and_data_are_read(

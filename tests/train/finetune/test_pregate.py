@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import overspill
+from overspill import LLM, SamplingParams
 from overspill.core.errors import CheckpointError, ConfigError
 from overspill.models.huggingface.pregate_file import FILE, gate_tensors
 from overspill.models.pregate import pregate_level
 from overspill.train.batch_order import BatchOrder
 from overspill.train.finetune.config import FinetuneConfig, PregateConfig
 from overspill.train.finetune.finetuner import FinetuneSummary, finetune
+from overspill.train.finetune.lora import add_lora
 from overspill.train.finetune.rows import collate
 from overspill.train.finetune.spec import plan_finetuning
 from overspill.train.schedule import lr_share
@@ -30,6 +32,11 @@ def run(settings: dict[str, Any], display: Watcher | None = None) -> FinetuneSum
     return finetune(PregateConfig.make(settings), display or Watcher())
 
 
+PREGATES = ["model.layers.1.mlp.gate.weight"]
+"""Of a Mixtral with two layers."""
+LORA = {"lora": 2, "lora_experts": True, "lora_experts_rank": 3}
+
+
 def naive_losses(settings: dict[str, Any]) -> list[float]:
     """The oracle: a plain model whose gates are called by hand, and torch's optimizer."""
     config = PregateConfig.make(settings)
@@ -37,7 +44,13 @@ def naive_losses(settings: dict[str, Any]) -> list[float]:
     loader = AutoModelForSeq2SeqLM if plan.seq2seq else AutoModelForCausalLM
     model = loader.from_pretrained(settings["checkpoint"]).train()
     call_by_hand(model, config.pregate_level)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, weight_decay=0.01)
+    if config.model.lora is not None:
+        torch.manual_seed(config.run.seed)
+        model = add_lora(model, config.model, plan.seq2seq)
+        for name in PREGATES:
+            model.get_base_model().get_parameter(name).requires_grad_(True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=plan.lr, weight_decay=0.01)
     order, losses = BatchOrder(len(plan.data.train), config.run.seed), []
     for step in range(plan.steps):
         rows = [plan.data.train[n] for n in order.take(4 * step, 4)]
@@ -58,6 +71,7 @@ def test_an_encoder_decoder_follows_gates_that_are_called_by_hand(tmp_path: Path
     settings = tiny_settings(switch, data, tmp_path / "run", steps=3, lr=3e-4, level=2)
     display = Watcher()
     summary = run(settings, display)
+    assert summary.lines()[-1] == f"to try it: overspill generate {settings['out']} 'a text'"
     # torch's optimizer skips experts without tokens, which decay
     assert display.losses == pytest.approx(naive_losses(settings), rel=1e-4)
     gates = load_file(Path(str(summary.final), FILE))
@@ -122,15 +136,70 @@ def test_training_follows_gates_that_are_called_by_hand(mixtral: Path, tmp_path:
     assert torch.equal(conventional[name], plain[name])
 
 
-def test_a_stopped_run_resumes_to_the_same_bits(mixtral: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+def test_adapters_are_trained_beside_pre_gates(mixtral: Path, tmp_path: Path) -> None:
+    """They are served together, merged, and continued; peft loads the adapters alone."""
+    peft = pytest.importorskip("peft")
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=3, lr=1e-3, **LORA)
+    display = Watcher()
+    final = Path(str(run(settings, display).final))
+    assert display.losses == pytest.approx(naive_losses(settings), rel=1e-5)
+    gates, plain = load_file(final / FILE), AutoModelForCausalLM.from_pretrained(mixtral)
+    for name in PREGATES:
+        assert torch.equal(gates[f"gate.{name}"], plain.get_parameter(name))
+        assert not torch.equal(gates[f"pregate.{name}"], gates[f"gate.{name}"])
+    assert all("lora_" in name for name in load_file(final / "adapter_model.safetensors"))
+    peft.PeftModel.from_pretrained(plain, final)
+
+    overspill.merge(final, tmp_path / "merged")
+    asked, prompts = SamplingParams(max_tokens=8, ignore_eos=True), ["a text", "5 + 1 = "]
+    answers = []
+    for model in (final, tmp_path / "merged"):
+        with LLM(model, device="cpu", context=64, mode="pre-gated") as llm:
+            assert pregate_level(llm.model) == 1
+            for name, value in gate_tensors(llm.model).items():
+                assert torch.equal(value, gates[f"pregate.{name}"])
+            answers.append([each.token_ids for each in llm.generate(prompts, asked)])
+    assert answers[0] == answers[1]
+    again = run(tiny_settings(tmp_path / "merged", data, tmp_path / "again", steps=1, **LORA))
+    overspill.merge(str(again.final), tmp_path / "twice")
+    twice = load_file(tmp_path / "twice" / FILE)
+    assert not any(torch.equal(twice[name], gates[name]) for name in gates if "pregate" in name)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bf16"}, {"quantize": "fp8"}])
+def test_pre_gates_beside_adapters_belong_to_their_base(
+    mixtral: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Whatever its data type, or the packing of its experts, when they are trained."""
+    data = write_pairs(tmp_path / "a.jsonl")
+    settings = tiny_settings(mixtral, data, tmp_path / "run", steps=1, **LORA, **change)
+    final = Path(str(run(settings).final))
+    own: dict[str, Any] = {"device": "cpu", "quiet": True, "progress": False, "train": False}
+    model = overspill.load(mixtral, adapter=final, **own)
+    assert pregate_level(model) == 1
+    model.overspill.close()
+    other = AutoModelForCausalLM.from_pretrained(mixtral)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"saved with another model\.norm\.weight than"):
+        overspill.load(tmp_path / "other", adapter=final, **own)
+
+
+@pytest.mark.parametrize("extra", [{}, LORA])
+def test_a_stopped_run_resumes_to_the_same_bits(
+    mixtral: Path, tmp_path: Path, extra: dict[str, Any]
+) -> None:
     data = write_pairs(tmp_path / "a.jsonl")
 
     def stop(done: int) -> None:
         if done == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    straight = run(tiny_settings(mixtral, data, tmp_path / "a", steps=3))
-    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=3)
+    straight = run(tiny_settings(mixtral, data, tmp_path / "a", steps=3, **extra))
+    settings = tiny_settings(mixtral, data, tmp_path / "b", steps=3, **extra)
     first = run(settings, Watcher(stop))
     assert f"to continue: overspill pregate --resume --out {tmp_path / 'b'}" in first.lines()
     second = run({**settings, "resume": True})
@@ -192,7 +261,7 @@ def test_a_run_of_overspill_train_is_exported_first(tmp_path: Path) -> None:
     [
         ({"level": 0}, "--level 0 must be at least 1"),
         ({"level": 2}, r"--level 2 needs at least 3 MoE blocks .* has 2: give at most 1"),
-        ({"lora": 2}, "--lora: a folder of adapters cannot hold pre-gates"),
+        ({"lora": 2, "freeze_experts": True}, "--lora already freezes the whole model"),
     ],
 )
 def test_what_is_not_possible_is_named_before_anything_is_loaded(

@@ -27,6 +27,7 @@ from overspill.models.huggingface.lora import open_lora
 from overspill.models.huggingface.lora_config import find_adapter
 from overspill.models.huggingface.packed.quantized import QuantizedExperts, check_quantization
 from overspill.models.huggingface.packed.records import PackedExperts
+from overspill.models.huggingface.pregate_file import has_pregates
 from overspill.models.huggingface.pregates import read_pregates
 from overspill.models.huggingface.recipes import Recipes
 from overspill.models.huggingface.skeleton import Skeleton, model_class
@@ -135,7 +136,8 @@ def load_within(
             if lora is not None and lora.stacks and not merged:
                 source = AdaptedExperts(source, lora.stacks, layers)
             # first: it recognizes the weights with which they were saved
-            pregates = read_pregates(folder, model) if pregate else None
+            own = None if adapter is None or not has_pregates(adapter) else adapter
+            pregates = read_pregates(own or folder, model) if pregate else None
             if lora is not None:
                 lora.write_to(model)
             cast_routers(model)  # before dense weights are placed

@@ -5,6 +5,8 @@ a merged checkpoint have the same weights. peft itself is not needed.
 """
 
 import copy
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from overspill.core.errors import CheckpointError, ConfigError
-from overspill.models.huggingface.checks import ADAPTER_CONFIG
+from overspill.models.huggingface.checks import ADAPTER_CONFIG, CONFIG
 from overspill.models.huggingface.conversion import renamer
 from overspill.models.huggingface.expert_lora import StackMatching
 from overspill.models.huggingface.experts import HuggingFaceExperts
@@ -32,6 +34,7 @@ from overspill.models.huggingface.pregate_file import saved_gates
 from overspill.moe.state_dict import dense_tensors
 from overspill.tiers.safetensors_stream import StreamReader
 
+_log = logging.getLogger("overspill")
 _PREFIX = "base_model.model."
 _BIAS = "lora_B.bias"
 _TABLE_A, _TABLE_B = "lora_embedding_A", "lora_embedding_B"
@@ -75,11 +78,12 @@ class LoraTensors:
         self.keys = self._find_sources(model)
         """Name in the checkpoint of each other changed tensor, by its name in the model."""
         self._check_finite()
-        for name in sorted(saved_gates(base.folder) & self._changes.keys()):
-            raise ConfigError(
-                f"{config.folder} changes {name}, and {base.folder} has a pre-gate in its place, "
-                "which the adapter would not change; give an adapter of other layers"
-            )
+        for folder in (base.folder, config.folder):
+            for name in sorted(saved_gates(folder) & self._changes.keys()):
+                raise ConfigError(
+                    f"{config.folder} changes {name}, and {folder} has a pre-gate in its place, "
+                    "which the adapter would not change; give an adapter of other layers"
+                )
 
     def _find_sources(self, model: Any) -> dict[str, str]:
         rename, _ = renamer(model, set())
@@ -164,10 +168,52 @@ def open_lora(
 ) -> Iterator[LoraTensors]:
     """Open the adapter in a folder for a checkpoint whose model has this class and config."""
     lora = read_lora_config(adapter)
+    _check_type(lora, base.folder)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config)).eval()  # a constructor may change it
     with StreamReader(adapter / WEIGHTS, advice="copy or download the adapter again") as reader:
-        yield LoraTensors(lora, reader, model, base)
+        tensors = LoraTensors(lora, reader, model, base)
+        _warn_of_another(lora, base.folder)
+        yield tensors
+
+
+def _check_type(lora: LoraConfig, folder: Path) -> None:
+    """Raise if the adapter names a base model that is there and of another type than the one in
+    `folder`."""
+    theirs = None if lora.base is None else _model_type(Path(lora.base).expanduser())
+    own = _model_type(folder)
+    if theirs is not None and own is not None and theirs != own:
+        raise lora.refused(
+            f"its base model is of {theirs}, and this one of {own} ({CONFIG} of {lora.base})"
+        )
+
+
+def _warn_of_another(lora: LoraConfig, folder: Path) -> None:
+    """Log a warning if the adapter names a base model of another name: it may have other
+    weights."""
+    if lora.base is not None and Path(lora.base).name.casefold() != _name_of(folder).casefold():
+        _log.warning(
+            "the adapter %s was trained on %s, and is added to the weights of %s",
+            lora.folder,
+            lora.base,
+            folder,
+        )
+
+
+def _model_type(folder: Path) -> str | None:
+    """Return the model type in a folder's config; None if there is none."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _name_of(folder: Path) -> str:
+    """Return the name of a checkpoint: of its folder, or in a cache of the hub of its
+    repository."""
+    cached = [part for part in folder.parts if part.startswith("models--")]
+    return cached[-1].rpartition("--")[2] if cached else folder.absolute().name
 
 
 class _Matching:

@@ -23,7 +23,7 @@ from overspill.models.huggingface.lora import LoraTensors, open_lora
 from overspill.models.huggingface.lora_config import find_adapter, find_base, read_lora_config
 from overspill.models.huggingface.merge_recipes import MergeRecipes
 from overspill.models.huggingface.packed.files import plain_specs, write_plain, write_plain_texts
-from overspill.models.huggingface.pregate_file import copy_pregates, sample
+from overspill.models.huggingface.pregate_file import copy_pregates, has_pregates, sample
 from overspill.models.huggingface.skeleton import model_class
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.tiers.aside import check_new, new_folder
@@ -88,7 +88,7 @@ def merge(
                 _write_texts(base_folder, config, aside)
             weights = _Weights(checkpoint, lora, recipes, dtype)
             samples = weights.write(aside, size, progress)
-            copy_pregates(base_folder, aside, samples)
+            copy_pregates(folder if has_pregates(folder) else base_folder, aside, samples)
         changed = len(lora.keys) + len(lora.stacks)
     return Merged(str(target), str(folder), str(base_folder), changed, size)
 

@@ -1,4 +1,4 @@
-"""`pregates.safetensors`: the pre-gates of a model, beside its checkpoint.
+"""`pregates.safetensors`: the pre-gates of a model, beside its checkpoint or an adapter of it.
 
 The checkpoint itself has the conventional gates, so that transformers loads the conventional model.
 The file has both gates, and samples of each other tensor, which show whether it belongs to another
@@ -34,6 +34,12 @@ def gate_tensors(model: nn.Module) -> dict[str, Tensor]:
         if position.is_pregate
         for name, tensor in gate.state_dict().items()
     }
+
+
+def trained_pregates(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of pre-gates that are not frozen."""
+    gates = [gate for _, gate, position in positions(model) if position.is_pregate]
+    return [each for gate in gates for each in gate.parameters() if each.requires_grad]
 
 
 def conventional_gates(model: nn.Module) -> dict[str, Tensor]:
@@ -85,6 +91,17 @@ def _saving(kind: type[Any]) -> type[Any]:
     return subclass(kind, {"save_pretrained": save_pretrained}, kind.__module__)
 
 
+def save_beside_adapter(model: Any, folder: Path) -> None:
+    """Write the pre-gates of the base model of peft's adapters to their folder. The samples are of
+    the weights without the adapters."""
+    samples = {
+        name.replace(".base_layer.", "."): sample(tensor)
+        for name, tensor in other_tensors(model).items()
+        if "lora_" not in name
+    }
+    _write(folder, model, gate_tensors(model), samples)
+
+
 def other_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters outside of gates and experts."""
     gates = {id(p) for _, gate, _ in positions(model) for p in gate.parameters()}
@@ -124,11 +141,15 @@ def _write(folder: Path, model: Any, own: dict[str, Tensor], samples: dict[str, 
 
 def saved_gates(folder: Path) -> set[str]:
     """Return the names of the gates in a folder that pre-gates replace."""
-    path = folder / FILE
-    if not os.path.lexists(path):
+    if not has_pregates(folder):
         return set()
-    _, tensors = read_file(path)
+    _, tensors = read_file(folder / FILE)
     return {n.removeprefix(CONVENTIONAL) for n in tensors if n.startswith(CONVENTIONAL)}
+
+
+def has_pregates(folder: Path) -> bool:
+    """Return whether there is a file of pre-gates, or a link to nothing, which cannot be read."""
+    return os.path.lexists(folder / FILE)
 
 
 def copy_pregates(folder: Path, out: Path, samples: dict[str, Tensor]) -> None:
@@ -136,10 +157,9 @@ def copy_pregates(folder: Path, out: Path, samples: dict[str, Tensor]) -> None:
     samples of these."""
     from safetensors.torch import save_file
 
-    path = folder / FILE
-    if not os.path.lexists(path):
+    if not has_pregates(folder):
         return
-    facts, tensors = read_file(path)
+    facts, tensors = read_file(folder / FILE)
     known = {SAMPLE + name: tensor for name, tensor in samples.items()}
     changed = {name: known.get(name, tensor) for name, tensor in tensors.items()}
     save_file(changed, out / FILE, facts)
@@ -147,8 +167,7 @@ def copy_pregates(folder: Path, out: Path, samples: dict[str, Tensor]) -> None:
 
 def saved_level(folder: Path) -> int | None:
     """Return the level of the pre-gates in a folder; None if there are none."""
-    path = folder / FILE
-    return int(read_file(path)[0]["level"]) if os.path.lexists(path) else None
+    return int(read_file(folder / FILE)[0]["level"]) if has_pregates(folder) else None
 
 
 def read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -1,7 +1,6 @@
 """Reads the pre-gates of a checkpoint, checks that they fit its conventional model, and adds
 them."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from overspill.models.huggingface.pregate_file import (
     OWN,
     SAMPLE,
     gate_tensors,
+    has_pregates,
     other_tensors,
     read_file,
     refused,
@@ -49,7 +49,7 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
     """Return the pre-gates in a folder whose conventional model is `model`; None if there are
     none."""
     path = folder / FILE
-    if not os.path.lexists(path):  # a link to nothing is refused below
+    if not has_pregates(folder):
         return None
     facts, tensors = read_file(path)
     samples = {
@@ -97,7 +97,10 @@ def read_pregates(folder: Path, model: Any) -> SavedPregates | None:
 
 
 def _equal(saved: Tensor, loaded: Tensor) -> bool:
-    """Return whether tensors are equal after loading, which may change the type. NaN equals NaN."""
+    """Return whether tensors are equal in the smaller of their types: that of the model may have
+    been another one when they were saved. NaN equals NaN."""
+    if saved.dtype.itemsize < loaded.dtype.itemsize:
+        loaded = loaded.to(saved.dtype)
     saved = saved.to(loaded.dtype)
     return (
         saved.shape == loaded.shape

@@ -20,6 +20,7 @@ from overspill.models.huggingface.conversion import model_conversions
 from overspill.models.huggingface.folder import silence
 from overspill.models.huggingface.packed.config import MODELOPT
 from overspill.models.huggingface.pregate_file import FILE as PREGATES
+from overspill.models.huggingface.pregate_file import save_beside_adapter
 from overspill.models.huggingface.shards import (
     METADATA,
     LayerTensors,
@@ -49,15 +50,13 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
 
     The layout is that of the original checkpoint. A model with pre-gates is written as the
     conventional one, with its pre-gates in a file beside it. For a model with `peft` adapters only
-    these are written, as `peft` does. The checkpoint is written to a temporary folder and then
-    renamed. For a model with a mesh, all ranks must call this; the `out` of the first rank is used.
+    these are written, as `peft` does, and its pre-gates. The checkpoint is written to a temporary
+    folder and then renamed. For a model with a mesh, all ranks must call this; the `out` of the
+    first rank is used.
     """
+    plain = model
     if hasattr(model, "get_base_model"):  # peft
-        if pregate_level(model):
-            raise ConfigError(
-                "a folder of peft adapters cannot hold pre-gates; merge the adapters first: "
-                "overspill.save(model.merge_and_unload(), ...)"
-            )
+        plain = model.get_base_model()
         model.save_pretrained(out)
     elif not hasattr(model, "save_pretrained"):
         raise ConfigError(
@@ -66,9 +65,13 @@ def save(model: Any, out: str | os.PathLike[str], max_shard_size: str | int = _S
         )
     else:
         model.save_pretrained(out, max_shard_size=max_shard_size)
-        engine = getattr(model, "overspill", None)  # None: not offloaded
-        if not pregate_level(model) and (engine is None or is_first(engine)):
-            Path(out, PREGATES).unlink(missing_ok=True)  # pre-gates of an earlier model
+    engine = getattr(plain, "overspill", None)  # None: not offloaded
+    if engine is not None and not is_first(engine):
+        return
+    if not pregate_level(plain):
+        Path(out, PREGATES).unlink(missing_ok=True)  # pre-gates of an earlier model
+    elif plain is not model:
+        save_beside_adapter(plain, Path(out))
 
 
 def save_pretrained(

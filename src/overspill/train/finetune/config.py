@@ -249,6 +249,8 @@ class PregateModelSection(FinetuneModelSection):
     """Freeze the experts and train everything else; with --freeze-dense, the pre-gates alone."""
     freeze_dense: bool = False
     """Freeze everything but the experts and the pre-gates."""
+    lora: Count | None = None
+    """Train the pre-gates and LoRA adapters of this rank on the attention; needs peft."""
 
 
 @dataclass(frozen=True)
@@ -261,11 +263,3 @@ class PregateConfig(FinetuneConfig):
     @property
     def pregate_level(self) -> int:
         return self.model.level
-
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        if self.model.lora is not None:
-            raise ConfigError(
-                "--lora: a folder of adapters cannot hold pre-gates; drop it, or train the "
-                "pre-gates first and then adapters of their checkpoint with overspill finetune"
-            )

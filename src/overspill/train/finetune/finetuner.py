@@ -54,8 +54,8 @@ class FinetuneSummary(Summary):
     final: str | None
     lora: bool = False
     """Whether the models are adapters."""
-    servable: bool = True
-    """Whether the model can be served."""
+    chats: bool = True
+    """Whether the model answers chats, unlike encoder-decoders."""
     packing: tuple[str, ...] = ()
     """Flags with which an adapter is served on the experts that it was trained with."""
 
@@ -77,8 +77,9 @@ class FinetuneSummary(Summary):
             lines.append(f"final {kind}: {self.final}")
         if self.best is not None:
             lines.append(f"best {kind} (step {self.best_step}): {self.best}")
-        if self.final is not None and self.servable:
-            command = shlex.join(["overspill", "chat", self.out, *self.packing])
+        if self.final is not None:
+            words = ["chat", self.out] if self.chats else ["generate", self.out, "a text"]
+            command = shlex.join(["overspill", *words, *self.packing])
             lines.append(f"to try it: {command}")
         if self.final is not None and self.lora:
             command = shlex.join(["overspill", "merge", self.out, f"{self.out}/merged"])
@@ -321,7 +322,7 @@ class Finetuner(Loop[FinetuneSummary]):
             best_step=best.step if best else None,
             final=str(self.outputs.final) if self.step >= self.spec.steps else None,
             lora=self.config.model.lora is not None,
-            servable=not self.spec.seq2seq,
+            chats=not self.spec.seq2seq,
             packing=self.config.model.serving_flags,
         )
 

@@ -11,6 +11,7 @@ from torch import nn
 from overspill.core.errors import ConfigError
 from overspill.models.huggingface.expert_adapters import stand_ins
 from overspill.models.huggingface.find_experts import experts_paths
+from overspill.models.huggingface.pregate_file import save_beside_adapter, trained_pregates
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.train.finetune.config import FinetuneModelSection
 
@@ -43,6 +44,11 @@ def add_lora(model: nn.Module, section: FinetuneModelSection, seq2seq: bool) -> 
         alpha_pattern=dict.fromkeys(experts, alpha * rank / section.lora) if rank else {},
         task_type="SEQ_2_SEQ_LM" if seq2seq else "CAUSAL_LM",
     )
+    # peft notes the family of the base only without a task
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+    }
     with _patterns_known():
         adapted: Any = get_peft_model(model, config)
     if section.checkpoint:
@@ -128,11 +134,15 @@ def _check_targets(model: nn.Module, targets: list[str]) -> None:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Saves the adapter. Its tensors are passed explicitly: peft would otherwise read the state
-    dict of the whole model, every expert included."""
+    """Saves the adapter, and the pre-gates that are trained with it. Its tensors are passed
+    explicitly: peft would otherwise read the state dict of the whole model, every expert
+    included."""
+    gates = {id(parameter) for parameter in trained_pregates(model)}
     tensors = {
         name: parameter.detach()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad and id(parameter) not in gates
     }
     model.save_pretrained(str(folder), state_dict=tensors, save_embedding_layers=False)
+    if gates:
+        save_beside_adapter(model.get_base_model(), folder)

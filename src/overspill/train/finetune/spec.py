@@ -18,7 +18,7 @@ from overspill.models.huggingface.checks import check_tokenizer, find_folder
 from overspill.models.huggingface.find_experts import find_experts
 from overspill.models.huggingface.folder import read_config
 from overspill.models.huggingface.load import load_within
-from overspill.models.huggingface.pregate_file import saved_level
+from overspill.models.huggingface.pregate_file import saved_level, trained_pregates
 from overspill.models.huggingface.skeleton import meta_model
 from overspill.models.huggingface.tokenizer import open_tokenizer
 from overspill.models.pregate import (
@@ -121,7 +121,10 @@ class FinetuneSpec(RunSpec):
             pregate(model, self.config.pregate_level)
         torch.manual_seed(self.config.run.seed)  # for the weights of adapters, and for dropout
         if section.lora is not None:
+            gates = trained_pregates(model) if self.config.pregate_level else []
             model = add_lora(model, section, self.seq2seq)
+            for parameter in gates:  # beside the adapters
+                parameter.requires_grad_(True)
         freeze(
             model,
             experts=section.freeze_experts,
