@@ -7,7 +7,12 @@ from torch import Tensor
 from overspill.compute.activation import clamped_gate
 from overspill.compute.activation_form import Form, Function
 
-_FUNCTIONS = {Function.GELU: F.gelu, Function.SILU: F.silu, Function.RELU: F.relu}
+_FUNCTIONS = {
+    Function.GELU: F.gelu,
+    Function.SILU: F.silu,
+    Function.RELU: F.relu,
+    Function.RELU2: lambda x: F.relu(x) ** 2,
+}
 FORMS = [Form(function, gated) for function in _FUNCTIONS for gated in (False, True)]
 """Forms of `Fused`."""
 every_form = pytest.mark.parametrize(

@@ -45,8 +45,8 @@ class Activation(Protocol):
 
 
 class Fused:
-    """GELU, SiLU or ReLU, perhaps gated, with one kernel per direction. By default gated SiLU, or
-    GELU without a gate."""
+    """GELU, SiLU, ReLU or its square, perhaps gated, with one kernel per direction. By default
+    gated SiLU, or GELU without a gate."""
 
     def __init__(self, gated: bool, function: Function | None = None) -> None:
         self.form = Form.usual(gated) if function is None else Form(function, gated)
@@ -110,10 +110,15 @@ def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
+def _relu2_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return grad * (2 * F.relu(x))
+
+
 _FUNCTIONS = {
     Function.GELU: _TorchFunction("GELU", F.gelu, torch.ops.aten.gelu_backward),
     Function.SILU: _TorchFunction("SiLU", F.silu, torch.ops.aten.silu_backward),
     Function.RELU: _TorchFunction("ReLU", F.relu, _relu_backward),
+    Function.RELU2: _TorchFunction("ReLU2", lambda x: F.relu(x).square(), _relu2_backward),
 }
 """Functions that `Fused` has."""
 

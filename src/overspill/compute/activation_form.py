@@ -16,6 +16,8 @@ class Function(IntEnum):
     CLAMPED = 3
     """Activation of GPT-OSS, whose gates and up values alternate; only on the CPU and in decoding
     steps."""
+    RELU2 = 4
+    """Square of ReLU."""
 
 
 class Form(NamedTuple):

@@ -87,6 +87,13 @@ struct Relu {
         return value(x);
     }
 };
+struct Relu2 {
+    INLINE float value(float x) { return Relu::value(x) * Relu::value(x); }
+    INLINE float value(float x, float& slope) {
+        slope = 2.0f * Relu::value(x);
+        return value(x);
+    }
+};
 
 template <class T, class F>
 INLINE void apply(float* __restrict h, const float* __restrict up, int64_t count) {
@@ -105,6 +112,7 @@ template <class T>
 INLINE void activate_body(float* h, const float* up, int64_t count, Function function) {
     if (function == GELU) return apply<T, Gelu>(h, up, count);
     if (function == SILU) return apply<T, Silu>(h, up, count);
+    if (function == RELU2) return apply<T, Relu2>(h, up, count);
     apply<T, Relu>(h, up, count);
 }
 
@@ -187,6 +195,8 @@ INLINE float differentiate_by(Function function, const float* h, const float* up
         return differentiate<T, Silu, KEEP>(h, up, da, weight, count, dh, dup, a);
     if (function == CLAMPED)
         return differentiate_clamped<T, KEEP>(h, up, da, weight, count, dh, dup, a);
+    if (function == RELU2)
+        return differentiate<T, Relu2, KEEP>(h, up, da, weight, count, dh, dup, a);
     return differentiate<T, Relu, KEEP>(h, up, da, weight, count, dh, dup, a);
 }
 
