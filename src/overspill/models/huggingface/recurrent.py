@@ -9,13 +9,14 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from overspill.models.huggingface.continued_mamba import ContinuedMamba
 from overspill.models.huggingface.replaced import replaced_attributes
 
 _CACHE_ARGUMENTS = {
@@ -34,6 +35,8 @@ _CACHE_ARGUMENTS = {
 _ONLY_ROWS = frozenset({"ZayaCCAProjection"})
 """Classes whose results all have a row for each token; others may return states after the first
 result."""
+_EMPTY = "JambaMambaMixer"
+"""Class whose modules begin a piece of several tokens with an empty state."""
 TYPES = frozenset({
     "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
     "qwen3_next", "qwen3_5_moe_text", "zaya",
@@ -145,16 +148,23 @@ class RecurrentStates:
         out: Any = None
         for group in self._groups:
             cache = _new_cache(module)
+            continued: ContinuedMamba | None = None
             if not group.fresh:
                 for key, states in self._memory[module].items():
                     _put(cache, key, states[group.slots_N])
+                if type(module).__name__ == _EMPTY and group.rows_NT.shape[1] > 1:
+                    state = self._memory[module]["recurrent", 0][group.slots_N]
+                    continued = ContinuedMamba(module, state)
             bound.arguments |= {
                 first: row_1TD[0][group.rows_NT],
                 _CACHE_ARGUMENTS[type(module).__name__]: cache,
             }
             if "attention_mask" in bound.arguments:
                 bound.arguments["attention_mask"] = None
-            found = plain(*bound.args[1:], **bound.kwargs)
+            with nullcontext() if continued is None else continued.hooked():
+                found = plain(*bound.args[1:], **bound.kwargs)
+            if continued is not None:
+                cache.layers[0].recurrent_states[0] += continued.rest_1dn
             self._keep(module, cache, group)
             if len(self._groups) == 1 and group.rows_NT.shape[0] == 1:
                 return found
