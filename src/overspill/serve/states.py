@@ -91,10 +91,12 @@ class StateSlots:
         """Copy the states of parts of one token that end a block worth keeping."""
         if self._checkpoints is None:
             return
-        interval = self._checkpoints.answer_blocks * self._block_size
+        size = self._block_size
+        interval = self._checkpoints.answer_blocks * size
         for request, before, n_new in parts:
             seen = before + 1
-            if n_new == 1 and (seen % interval == 0 or seen == request.known):
+            prompt = (request.prompt_tokens - 1) // size * size
+            if n_new == 1 and (seen % interval == 0 or seen in (request.known, prompt)):
                 request.checkpoints[seen] = self.memory.copy_out(self.slot(request))
 
     def begin(
