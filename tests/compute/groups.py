@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 KINDS = {
     "gelu": Kind(Form.usual(False), bias=False),
     "gated": Kind(Form.usual(True), bias=False),
-    "relu": Kind(Form(Function.RELU, False), bias=False),
+    "squared relu": Kind(Form(Function.RELU2, False), bias=False),
     "relu with biases": Kind(Form(Function.RELU, False), bias=True),
     "gated relu with biases": Kind(Form(Function.RELU, True), bias=True),
     "transposed": Kind(Form.usual(False), bias=True, transposed=True),

@@ -39,7 +39,7 @@ LAYOUTS = {
     "silu": (Function.SILU, ExpertShape(20, 9, gated=True)),
     "silu, aligned": (Function.SILU, ExpertShape(16, 8, gated=True)),
     "gelu": (Function.GELU, ExpertShape(20, 9, gated=False)),
-    "relu": (Function.RELU, ExpertShape(20, 9, gated=False)),
+    "squared relu": (Function.RELU2, ExpertShape(20, 9, gated=False)),
     "relu, with biases": (Function.RELU, ExpertShape(20, 9, gated=False, bias=True)),
     "gated relu": (Function.RELU, ExpertShape(20, 9, gated=True)),
     "clamped, with biases and transposed": (

@@ -139,6 +139,7 @@ def test_any_split_of_frozen_experts_between_cpu_and_device(
     ("name", "mode"),
     [
         *product(["mixtral", "switch_transformers", "nllb-moe"], ["host"]),
+        pytest.param("nemotron_h", "host", marks=pytest.mark.slow),
         *product(["gpt_oss"], ["host", "disk"]),
     ],
 )
