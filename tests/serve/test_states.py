@@ -36,7 +36,7 @@ def plain_model(name: str) -> tuple[Any, list[list[int]]]:
 
 PLAIN: dict[str, dict[str, Any]] = {
     "minimax": {"sliding_window": None},
-    # its modules clip short time steps of pieces of several tokens, but not those of single tokens
+    # its modules limit the time steps of prompts, but not those of answers
     "nemotron_h": {"time_step_min": 1e-9},
 }
 

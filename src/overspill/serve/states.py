@@ -112,8 +112,16 @@ class StateSlots:
             for seen in [each for each in request.checkpoints if each > before]:
                 del request.checkpoints[seen]
             inside = [(seen - before, states) for seen, states in sorted(wanted.items())]
-            found.append(StateSpan(self.slot(request), not before, inside))
+            in_prompt = before < request.prompt_tokens
+            found.append(StateSpan(self.slot(request), not before, inside, in_prompt))
         return found
+
+    def may_step(self, parts: Sequence[Part]) -> bool:
+        """Return whether a decoding step may compute parts of one token. It reads states: a
+        sequence that begins has none."""
+        in_prompt = any(part.before < part.request.prompt_tokens for part in parts)
+        differs = in_prompt and self.memory.differs_in_prompts
+        return not differs and all(part.before for part in parts)
 
     def resume(self, request: Request) -> int:
         """Return the slot of a request that continues from a checkpoint, which is copied there."""

@@ -1,7 +1,9 @@
-"""Mamba over several tokens that continues from a state, for modules that begin with an empty one.
+"""Mamba over pieces of a prompt, with the results of the whole prompt.
 
-Each token multiplies a state by exp(A * dt), and adds to it what its input gives. So the results of
-an empty state are too small by what is left of the earlier state, which is added.
+Some modules begin a piece of several tokens with an empty state. Each token multiplies a state by
+exp(A * dt), and adds to it what its input gives. So the results of an empty state are too small by
+what is left of the earlier state, which is added. Others limit the time steps dt of several tokens,
+but not that of a single one.
 
 Shapes: T tokens, d channels, n elements of the state of a channel.
 """
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class ContinuedMamba:
@@ -60,3 +62,28 @@ class ContinuedMamba:
         self.rest_1dn = (torch.exp(passed_Td[-1][:, None] * decays_dn) * self._state_dn)[None]
         gate_Td = projected_T2d.chunk(2, -1)[1]
         return y_Td * F.silu(gate_Td.float())
+
+
+def limits_steps(module: nn.Module) -> bool:
+    """Return whether a Mamba module limits the time steps of several tokens."""
+    return tuple(getattr(module, "time_step_limit", (0.0, torch.inf))) != (0.0, torch.inf)
+
+
+@contextmanager
+def limited_steps(module: Any) -> Iterator[None]:
+    """Context in which a module limits the time step of a single token too. A time step is the
+    softplus of the last results of its first product, to which a bias is added."""
+    limits = torch.tensor(module.time_step_limit, device=module.dt_bias.device)
+    least, most = limits + torch.log(-torch.expm1(-limits))  # the inverse of softplus
+
+    def limit(_: Any, __: Any, projected: Tensor) -> Tensor:
+        others, steps = projected.tensor_split([-module.num_heads], dim=-1)
+        bias = module.dt_bias.float()
+        steps = (steps.float() + bias).clamp(least, most) - bias
+        return torch.cat((others, steps.to(others.dtype)), dim=-1)
+
+    hook = module.in_proj.register_forward_hook(limit)
+    try:
+        yield
+    finally:
+        hook.remove()
