@@ -4,7 +4,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from overspill.compute.activation import clamped_gate
+from overspill.compute.activation import clamped_gate, limited_gate
 from overspill.compute.activation_form import Form, Function
 
 _FUNCTIONS = {
@@ -23,6 +23,8 @@ every_form = pytest.mark.parametrize(
 def activation_oracle(h: Tensor, form: Form) -> Tensor:
     if form.function is Function.CLAMPED:
         return clamped_gate(h)
+    if form.function is Function.LIMITED:
+        return limited_gate(h)
     function = _FUNCTIONS[form.function]
     if not form.gated:
         return function(h)

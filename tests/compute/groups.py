@@ -52,6 +52,7 @@ KINDS = {
     "gated relu with biases": Kind(Form(Function.RELU, True), bias=True),
     "transposed": Kind(Form.usual(False), bias=True, transposed=True),
     "clamped": Kind(Form(Function.CLAMPED, True), bias=False),
+    "limited": Kind(Form(Function.LIMITED, True), bias=False),
     "clamped with biases, transposed": Kind(Form(Function.CLAMPED, True), True, True),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

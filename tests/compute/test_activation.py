@@ -5,12 +5,14 @@ import torch
 from torch import nn
 
 from overspill.compute.activation import (
+    Differentiated,
     Fused,
     activate_backward_torch,
     activate_torch,
     activation_named,
     form_of,
     function_of,
+    limited_gate,
 )
 from overspill.compute.activation_form import Form, Function
 from overspill.core.errors import ConfigError
@@ -133,5 +135,8 @@ def test_kernels_have_the_form_of_an_activation() -> None:
     assert form_of(None, gated=True) == (Function.SILU, True)
     assert form_of(None, gated=False) == (Function.GELU, False)
     assert form_of(activation_named("relu", gated=True), gated=True) == (Function.RELU, True)
+    own = Differentiated(limited_gate)
+    assert form_of(own, gated=True) == (Function.LIMITED, True)
+    assert form_of(Differentiated(lambda h: 2 * limited_gate(h)), gated=True) is None
     with pytest.raises(ConfigError, match=r"='xielu' must be one of gelu, silu, relu, relu2"):
         activation_named("xielu", gated=False)

@@ -18,6 +18,9 @@ class Function(IntEnum):
     steps."""
     RELU2 = 4
     """Square of ReLU."""
+    LIMITED = 5
+    """SiLU of gates of at most 10, times up values of -10 to 10 (Hy-V4, DeepSeek-V4); only on the
+    CPU and in decoding steps."""
 
 
 class Form(NamedTuple):

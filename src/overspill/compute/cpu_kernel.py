@@ -125,7 +125,7 @@ def why_unsupported(
         assert activation is not None
         reasons.append(
             f"the activation {activation.name}, which is not GELU, SiLU, ReLU, its square, or that "
-            "of GPT-OSS"
+            "of GPT-OSS or Hy-V4"
         )
     return ", ".join(reasons) or None
 
