@@ -168,7 +168,6 @@ def frozen(args: argparse.Namespace) -> None:
         "experts, top-2, frozen in host memory, 512 tokens, G = 0.4",
         "show": ["shared", "gpu_alone", "speedup_under_zipf"],
         "popularity": "two hot experts over a floor; under Zipf 6 of 16 experts get no token",
-        "compare": "APTMoE over Mobius: 1.33×",
         "rounds": args.rounds,
         "threads": costs_of(engine).threads,
     }

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from overspill.compute import activation_triton
 
-FORMS = [(0, False), (1, True), (2, False), (2, True)]
+FORMS = [(0, False), (1, True), (2, False), (2, True), (4, False), (4, True)]
 WIDE = {"row_weight_ptr", "drow_weight_ptr"}
 
 

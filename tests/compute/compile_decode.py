@@ -172,7 +172,7 @@ for form in ("mxfp4-stack", "int4-zeros", "mxfp8", "IQ4_NL", "Q5_K"):
     )
     own = {"PACKING": packed.packing, "BIAS": stack}
     own |= {"LOW": LowRankMatrices(4096, 8192, 4, 8, 4, True)}
-    into = own | {"FUNCTION": 3 if stack else 1}
+    into = own | {"FUNCTION": {"mxfp4-stack": 3, "mxfp8": 5}.get(form, 1)}
     types = [
         {plane: TYPES[view.dtype] for plane, view in zip(PLANES, views, strict=True)} | FLAGS
         for views in ((*packed.w_in, packed.biases), (*packed.w_out, packed.biases))

@@ -47,11 +47,12 @@ class Kind(NamedTuple):
 KINDS = {
     "gelu": Kind(Form.usual(False), bias=False),
     "gated": Kind(Form.usual(True), bias=False),
-    "relu": Kind(Form(Function.RELU, False), bias=False),
+    "squared relu": Kind(Form(Function.RELU2, False), bias=False),
     "relu with biases": Kind(Form(Function.RELU, False), bias=True),
     "gated relu with biases": Kind(Form(Function.RELU, True), bias=True),
     "transposed": Kind(Form.usual(False), bias=True, transposed=True),
     "clamped": Kind(Form(Function.CLAMPED, True), bias=False),
+    "limited": Kind(Form(Function.LIMITED, True), bias=False),
     "clamped with biases, transposed": Kind(Form(Function.CLAMPED, True), True, True),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

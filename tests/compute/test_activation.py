@@ -5,12 +5,14 @@ import torch
 from torch import nn
 
 from overspill.compute.activation import (
+    Differentiated,
     Fused,
     activate_backward_torch,
     activate_torch,
     activation_named,
     form_of,
     function_of,
+    limited_gate,
 )
 from overspill.compute.activation_form import Form, Function
 from overspill.core.errors import ConfigError
@@ -123,7 +125,7 @@ def test_modules_are_recognized_by_what_they_compute() -> None:
     from transformers.activations import ACT2FN
 
     names = {"gelu": Function.GELU, "silu": Function.SILU, "swish": Function.SILU}
-    names["relu"] = Function.RELU
+    names |= {"relu": Function.RELU, "relu2": Function.RELU2}
     for name in ACT2FN:
         assert function_of(ACT2FN[name]) is names.get(name), name
     assert function_of(nn.PReLU(init=0.0)) is None  # now it computes ReLU; training may change that
@@ -133,5 +135,8 @@ def test_kernels_have_the_form_of_an_activation() -> None:
     assert form_of(None, gated=True) == (Function.SILU, True)
     assert form_of(None, gated=False) == (Function.GELU, False)
     assert form_of(activation_named("relu", gated=True), gated=True) == (Function.RELU, True)
-    with pytest.raises(ConfigError, match=r"activation='xielu' must be one of gelu, silu, relu"):
+    own = Differentiated(limited_gate)
+    assert form_of(own, gated=True) == (Function.LIMITED, True)
+    assert form_of(Differentiated(lambda h: 2 * limited_gate(h)), gated=True) is None
+    with pytest.raises(ConfigError, match=r"='xielu' must be one of gelu, silu, relu, relu2"):
         activation_named("xielu", gated=False)

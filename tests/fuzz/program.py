@@ -143,7 +143,7 @@ def _case(rng: random.Random) -> Case:
         settings=settings,
     )
     some = frozen or case.n_experts % 2 == 0
-    return replace(case, on_cpu=mode == "host" and some)
+    return replace(case, on_cpu=mode == "host" and some and settings["activations"] != "keep")
 
 
 def _room(rng: random.Random, mode: str, scarce: bool, kept: bool) -> float | None:

@@ -17,7 +17,6 @@ from tests.serve.models import plain_generate
 from tests.serve.test_states import STATEFUL, plain_model
 from tests.slow import slow_names, slow_rows
 
-SHARED = [name for name in STATEFUL if name != "jamba"]
 TEXT = [7 + 5 * number % 83 for number in range(60)]
 
 
@@ -55,7 +54,7 @@ def cached(plain: Any, llm: LLM, prompts: Sequence[Sequence[int]], n: int = 3) -
     return [result.cached_tokens for result in results]
 
 
-@pytest.mark.parametrize("name", slow_names(SHARED, *{*SHARED} - {"nemotron_h"}))
+@pytest.mark.parametrize("name", slow_names(STATEFUL, *{*STATEFUL} - {"nemotron_h"}))
 def test_answers_after_a_shared_beginning_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
@@ -116,7 +115,7 @@ def test_a_full_store_gives_up_the_oldest_states(tmp_path: Path) -> None:
         assert cached(plain, llm, [TEXT[2:40]] * 2) == [0, 0]
 
 
-@pytest.mark.parametrize("name", slow_names(SHARED, *{*SHARED} - {"qwen3_next"}))
+@pytest.mark.parametrize("name", slow_names(STATEFUL, *{*STATEFUL} - {"qwen3_next"}))
 def test_a_request_that_gave_its_blocks_back_continues_from_a_checkpoint(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,9 +130,7 @@ RECURRENT = ["jamba", "qwen3_next", "lfm2_moe", "nemotron_h"]
 
 
 @pytest.mark.parametrize("name", slow_rows(RECURRENT, 2, 3))
-def test_long_prompts_beside_each_other_are_not_split_for_recurrent_states(
-    name: str, tmp_path: Path
-) -> None:
+def test_long_prompts_beside_each_other_of_models_with_states(name: str, tmp_path: Path) -> None:
     """Together they are longer than the context."""
     model, _ = plain_model(name)
     prompts = [[(7 * n) % 90 + 3 for n in range(length)] for length in (40, 41, 30)]

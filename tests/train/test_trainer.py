@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from overspill import LLM
 from overspill.core.errors import CheckpointError, ConfigError, DiskError, NonFiniteError
+from overspill.models.predictor import new_observer
 from overspill.train.config import TrainConfig
 from overspill.train.metrics import read_lines
 from overspill.train.run_spec import RunSpec
@@ -89,6 +91,9 @@ def test_learned_popularity_tells_its_accuracies_and_changes_no_loss(
         assert 0 < last["token_accuracy_1"] <= 1
         assert 0 <= last["expert_accuracy_1"] <= 1
         assert last["learned_tokens"] > 0
+        with LLM(tmp_path / kind, device="cpu", context=16) as llm:  # the run's weights
+            predictor = new_observer(llm.model, (1,)).predictor
+            assert predictor.learned_tokens >= last["learned_tokens"]
     assert losses[0] == losses[1]
 
 

@@ -45,8 +45,8 @@ class Activation(Protocol):
 
 
 class Fused:
-    """GELU, SiLU or ReLU, perhaps gated, with one kernel per direction. By default gated SiLU, or
-    GELU without a gate."""
+    """GELU, SiLU, ReLU or its square, perhaps gated, with one kernel per direction. By default
+    gated SiLU, or GELU without a gate."""
 
     def __init__(self, gated: bool, function: Function | None = None) -> None:
         self.form = Form.usual(gated) if function is None else Form(function, gated)
@@ -110,10 +110,15 @@ def _relu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
+def _relu2_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return grad * (2 * F.relu(x))
+
+
 _FUNCTIONS = {
     Function.GELU: _TorchFunction("GELU", F.gelu, torch.ops.aten.gelu_backward),
     Function.SILU: _TorchFunction("SiLU", F.silu, torch.ops.aten.silu_backward),
     Function.RELU: _TorchFunction("ReLU", F.relu, _relu_backward),
+    Function.RELU2: _TorchFunction("ReLU2", lambda x: F.relu(x).square(), _relu2_backward),
 }
 """Functions that `Fused` has."""
 
@@ -142,13 +147,15 @@ def function_of(module: Callable[[Tensor], Tensor]) -> Function | None:
 
 def form_of(activation: Activation | None, gated: bool) -> Form | None:
     """Return the form in which kernels compute an activation, as it is now; None if they do not.
-    Kernels of the CPU and of decoding steps have `Function.CLAMPED` too. The default activation is
-    gated SiLU, or GELU without a gate."""
+    Kernels of the CPU and of decoding steps have the functions of `_WHOLE` too. The default
+    activation is gated SiLU, or GELU without a gate."""
     if activation is None:
         return Form.usual(gated)
     if isinstance(activation, Fused):
         return activation.form
-    return Form(Function.CLAMPED, gated) if gated and is_clamped(activation) else None
+    found = (f for f, own in _WHOLE.items() if gated and _is_same(activation, own))
+    function = next(found, None)
+    return None if function is None else Form(function, gated)
 
 
 def clamped_gate(h: Tensor) -> Tensor:
@@ -157,13 +164,21 @@ def clamped_gate(h: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
-def is_clamped(activation: Activation | None) -> bool:
-    """Whether an activation is `clamped_gate`, as it is now: the values show it."""
-    if not isinstance(activation, Differentiated):
-        return False
-    values = torch.linspace(-9, 10, 24, dtype=torch.float64, device="cpu")
+def limited_gate(h: Tensor) -> Tensor:
+    """Compute the activation of Hy-V4 and DeepSeek-V4."""
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+
+
+_WHOLE = {Function.CLAMPED: clamped_gate, Function.LIMITED: limited_gate}
+"""Functions of gates and up values together."""
+
+
+def _is_same(activation: Activation, function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an activation is a function, as it is now: the values show it."""
+    values = torch.linspace(-12, 13, 24, dtype=torch.float64, device="cpu")
     pairs = torch.cartesian_prod(values, values).view(1, -1)
-    expected, found = clamped_gate(pairs), activation.forward(pairs)
+    expected, found = function(pairs), activation.forward(pairs)
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-9, atol=0)
 
 

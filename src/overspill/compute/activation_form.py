@@ -16,6 +16,11 @@ class Function(IntEnum):
     CLAMPED = 3
     """Activation of GPT-OSS, whose gates and up values alternate; only on the CPU and in decoding
     steps."""
+    RELU2 = 4
+    """Square of ReLU."""
+    LIMITED = 5
+    """SiLU of gates of at most 10, times up values of -10 to 10 (Hy-V4, DeepSeek-V4); only on the
+    CPU and in decoding steps."""
 
 
 class Form(NamedTuple):

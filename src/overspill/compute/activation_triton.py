@@ -22,6 +22,7 @@ _WARPS = 4
 _GELU = tl.constexpr(int(Function.GELU))
 _SILU = tl.constexpr(int(Function.SILU))
 _RELU = tl.constexpr(int(Function.RELU))
+_RELU2 = tl.constexpr(int(Function.RELU2))
 
 
 def activate(h: Tensor, form: Form) -> Tensor:
@@ -58,8 +59,10 @@ def value_of(x, FUNCTION: tl.constexpr):
     elif FUNCTION == _SILU:
         value = x / (1.0 + tl.exp(-x))
     else:
-        tl.static_assert(FUNCTION == _RELU)
+        tl.static_assert((FUNCTION == _RELU) | (FUNCTION == _RELU2))
         value = tl.where(x <= 0.0, 0.0, x)  # NaN stays NaN
+        if FUNCTION == _RELU2:
+            value *= value
     return value
 
 
@@ -76,7 +79,7 @@ def _with_slope(x, FUNCTION: tl.constexpr):
         slope = sigmoid + value * (1.0 - sigmoid)
     else:
         value = value_of(x, FUNCTION)
-        slope = tl.where(x <= 0.0, 0.0, 1.0)
+        slope = tl.where(x <= 0.0, 0.0, 2.0 * x if FUNCTION == _RELU2 else 1.0)
     return value, slope
 
 

@@ -87,7 +87,7 @@ constexpr int64_t ROWS_AHEAD = 32;           // distance at which rows of w_out 
 
 // Functions between the two matrices, of the gate and times up if there are gates; as `Function` in
 // activation_form.py.
-enum Function : int32_t { GELU = 0, SILU = 1, RELU = 2, CLAMPED = 3 };
+enum Function : int32_t { GELU = 0, SILU = 1, RELU = 2, CLAMPED = 3, RELU2 = 4, LIMITED = 5 };
 
 // Low-rank matrices behind the weights in a record, B @ A: A [rank, inputs] and B [outputs, padded],
 // of the type of token rows, by their first bytes. Mirrored by `LowRankArgs` in cpu_kernel.py.

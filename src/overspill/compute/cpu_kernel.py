@@ -124,7 +124,8 @@ def why_unsupported(
     if form is None:
         assert activation is not None
         reasons.append(
-            f"the activation {activation.name}, which is not GELU, SiLU, ReLU or that of GPT-OSS"
+            f"the activation {activation.name}, which is not GELU, SiLU, ReLU, its square, or that "
+            "of GPT-OSS or Hy-V4"
         )
     return ", ".join(reasons) or None
 

@@ -63,8 +63,15 @@ INLINE float normal_cdf(float x, float gauss) {
     return x < 0.0f ? tail : 1.0f - tail;
 }
 
+// What becomes of up values, and of the gradients of gates and up values.
+struct Unlimited {
+    INLINE float of_up(float up) { return up; }
+    INLINE float gradient(float, float grad) { return grad; }
+    INLINE float gradient_of_up(float, float grad) { return grad; }
+};
+
 // The functions of `Function`: the value, and the value with the derivative.
-struct Gelu {
+struct Gelu : Unlimited {
     INLINE float value(float x) { return x * normal_cdf(x, exponential(-0.5f * x * x)); }
     INLINE float value(float x, float& slope) {
         const float gauss = exponential(-0.5f * x * x), cdf = normal_cdf(x, gauss);
@@ -72,7 +79,7 @@ struct Gelu {
         return x * cdf;
     }
 };
-struct Silu {
+struct Silu : Unlimited {
     INLINE float value(float x) { return x * sigmoid(x); }
     INLINE float value(float x, float& slope) {
         const float s = sigmoid(x), silu = x * s;
@@ -80,11 +87,31 @@ struct Silu {
         return silu;
     }
 };
-struct Relu {
+struct Relu : Unlimited {
     INLINE float value(float x) { return x <= 0.0f ? 0.0f : x; }  // NaN stays NaN
     INLINE float value(float x, float& slope) {
         slope = x <= 0.0f ? 0.0f : 1.0f;
         return value(x);
+    }
+};
+struct Relu2 : Unlimited {
+    INLINE float value(float x) { return Relu::value(x) * Relu::value(x); }
+    INLINE float value(float x, float& slope) {
+        slope = 2.0f * Relu::value(x);
+        return value(x);
+    }
+};
+
+// As in torch, a value that is beyond a limit, or NaN, has no gradient.
+struct Limited {
+    INLINE float value(float x) { return Silu::value(x > 10.0f ? 10.0f : x); }  // NaN stays NaN
+    INLINE float value(float x, float& slope) {
+        return Silu::value(x > 10.0f ? 10.0f : x, slope);
+    }
+    INLINE float of_up(float up) { return up > 10.0f ? 10.0f : up < -10.0f ? -10.0f : up; }
+    INLINE float gradient(float x, float grad) { return x <= 10.0f ? grad : 0.0f; }
+    INLINE float gradient_of_up(float up, float grad) {
+        return up <= 10.0f && up >= -10.0f ? grad : 0.0f;
     }
 };
 
@@ -93,7 +120,7 @@ INLINE void apply(float* __restrict h, const float* __restrict up, int64_t count
     if (up) {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i)
-            h[i] = rounded<T>(F::value(rounded<T>(h[i])) * rounded<T>(up[i]));
+            h[i] = rounded<T>(F::value(rounded<T>(h[i])) * F::of_up(rounded<T>(up[i])));
         return;
     }
 #pragma omp simd
@@ -105,6 +132,8 @@ template <class T>
 INLINE void activate_body(float* h, const float* up, int64_t count, Function function) {
     if (function == GELU) return apply<T, Gelu>(h, up, count);
     if (function == SILU) return apply<T, Silu>(h, up, count);
+    if (function == RELU2) return apply<T, Relu2>(h, up, count);
+    if (function == LIMITED) return apply<T, Limited>(h, up, count);
     apply<T, Relu>(h, up, count);
 }
 
@@ -135,11 +164,12 @@ INLINE float differentiate(const float* __restrict h, const float* __restrict up
 #pragma omp simd reduction(+ : total)
         for (int64_t i = 0; i < count; ++i) {
             float slope;
-            const float value = F::value(rounded<T>(h[i]), slope), other = rounded<T>(up[i]);
+            const float gate = rounded<T>(h[i]), in = rounded<T>(up[i]);
+            const float value = F::value(gate, slope), other = F::of_up(in);
             const float da = rounded<T>(da_[i]), scaled = da * weight;
             total += value * other * da;
-            store(dh + i, scaled * other * slope);
-            store(dup + i, scaled * value);
+            store(dh + i, F::gradient(gate, scaled * other * slope));
+            store(dup + i, F::gradient_of_up(in, scaled * value));
             if constexpr (KEEP) store(a + i, value * other * weight);
         }
         return total;
@@ -187,6 +217,10 @@ INLINE float differentiate_by(Function function, const float* h, const float* up
         return differentiate<T, Silu, KEEP>(h, up, da, weight, count, dh, dup, a);
     if (function == CLAMPED)
         return differentiate_clamped<T, KEEP>(h, up, da, weight, count, dh, dup, a);
+    if (function == RELU2)
+        return differentiate<T, Relu2, KEEP>(h, up, da, weight, count, dh, dup, a);
+    if (function == LIMITED)
+        return differentiate<T, Limited, KEEP>(h, up, da, weight, count, dh, dup, a);
     return differentiate<T, Relu, KEEP>(h, up, da, weight, count, dh, dup, a);
 }
 

@@ -47,8 +47,6 @@ def why_no_cpu_experts(
     unsupported = why_unsupported(layout.dtype, layout.shape, None)
     if unsupported is not None:
         return f"the CPU kernel does not support {unsupported}"
-    if settings.activations == "keep":
-        return 'the CPU computes no experts with activations="keep"'
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are required, and the split depends on timing"
     if not can_map(device):

@@ -60,7 +60,7 @@ def rank_layers(
 ) -> LayerMap:
     """Return all layers, or the layers of the stages of this rank."""
     n_ranks = 1 if ranks is None else ranks.n_stages
-    count = budgets.stages or n_ranks
+    count = n_ranks if budgets.stages is None else budgets.stages
     if budgets.stages is None and n_ranks == 1:
         return LayerMap.whole(len(layers))
     if not all(hasattr(layer, "leave_to_others") for layer in layers):
@@ -71,7 +71,7 @@ def rank_layers(
         expert_times,
     )
 
-    if count < n_ranks:
+    if 0 < count < n_ranks:
         raise ConfigError(
             f"{n_ranks} ranks cannot divide {count} stages; give at least {n_ranks} stages"
         )
@@ -80,7 +80,7 @@ def rank_layers(
     first = layers[0]
     size = first.shape.numel, first.dtype.itemsize
     layout = RecordLayout(first.shape, first.dtype, budgets.state_dtype)
-    times = expert_times(layout, budgets.compute_device, ranks)
+    times = expert_times(model, count, layout, budgets.compute_device, ranks)
     stages = divide_model(model, count, first.n_experts, *size, times)
     check_ranks(stages, n_ranks)
     rank = 0 if ranks is None or ranks.stages is None else ranks.stages.rank

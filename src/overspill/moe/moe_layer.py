@@ -52,7 +52,7 @@ class MoELayer(StackedExperts):
             backward by the strategy that is fastest by measured speeds.
         mesh: ranks that divide the experts, of one dimension. Each rank passes its own tokens.
             Gradients of experts are those of the mean of the ranks' losses.
-        activation: "gelu", "silu" or "relu".
+        activation: "gelu", "silu", "relu" or "relu2", the square of "relu".
         gated: multiply the activation of one half of the first matrix's rows by the other half.
         partitions: a fixed number of partitions; None: found by timing passes of the training.
         strategy: "none", "S1", "S2", "S3" or "S4"; None: chosen as `memory_reuse` says.

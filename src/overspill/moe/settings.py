@@ -94,6 +94,11 @@ class Settings(Switches, RoutingFix):
 
     def __post_init__(self) -> None:
         check_options(self, Settings)
+        if self.cpu_experts and self.activations == "keep":
+            raise ConfigError(
+                'activations="keep" is not supported with cpu_experts: the CPU keeps none; leave '
+                "out activations (--activations), or cpu_experts (--cpu-experts)"
+            )
         if self.cpu_experts and self.exchange_groups not in (None, 1):
             raise ConfigError(
                 f"exchange_groups={self.exchange_groups} is not supported with cpu_experts: the "

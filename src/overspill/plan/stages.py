@@ -39,14 +39,20 @@ def block_seconds(
     return max(rows * times.row, layers * n_experts * times.upload)
 
 
+def check_stages(n_stages: int, n_blocks: int) -> None:
+    """Raise unless each stage gets a block."""
+    if not 1 <= n_stages <= n_blocks:
+        raise ConfigError(
+            f"{n_stages} stages need as many blocks, and the model has {n_blocks}; give 1 to "
+            f"{n_blocks}"
+        )
+
+
 def divide_blocks(costs: Sequence[BlockCost], n_stages: int) -> list[range]:
     """The blocks of each stage: runs of neighbours whose largest time is as small as possible, then
     whose largest memory is, then with the longer ones first."""
     count = len(costs)
-    if not 1 <= n_stages <= count:
-        raise ConfigError(
-            f"{n_stages} stages need as many blocks, and the model has {count}; give 1 to {count}"
-        )
+    check_stages(n_stages, count)
     runs = dict(_runs(costs))
     for field in range(len(BlockCost._fields)):  # one after another: each limits the next
         values = {run: cost[field] for run, cost in runs.items()}

@@ -55,9 +55,8 @@ class FusedRunner(PagedRunner):
 
     def _run(self, batch: Sequence[BatchItem]) -> Tensor:
         parts = self._parts(batch)
-        # a step reads states: a sequence that begins has none
-        continues = self._slots is None or all(part.before for part in parts)
-        if continues and all(count == 1 for _, count in batch):
+        may_step = self._slots is None or self._slots.may_step(parts)
+        if may_step and all(count == 1 for _, count in batch):
             known = [r.tokens[r.computed] for r, _ in batch]
             logits = self._step(known, parts, [r.draw() for r, _ in batch])
             if logits is not None:

@@ -43,7 +43,7 @@ from overspill.serve.runners import PagedRunner, Runner, SequentialRunner
 from overspill.serve.scheduler import Scheduler
 from overspill.serve.seq2seq import SourcePrompts
 from overspill.serve.source import open_source
-from overspill.serve.support import has_states, splits_prompts, why_not_paged
+from overspill.serve.support import has_states, why_not_paged
 from overspill.serve.text import TextStream, need_codec
 from overspill.trace.spans import Span
 
@@ -125,8 +125,8 @@ class LLM:
         on_gpu = self.device.type == "cuda"
         reason = why_not_paged(source.model)
         paged = reason is None
-        stateful, split = has_states(source.model), splits_prompts(source.model)
-        checkpoints = self._new_checkpoints() if stateful and split else None
+        stateful = has_states(source.model)
+        checkpoints = self._new_checkpoints() if stateful else None
         runner: Runner
         if paged:
             dense_there = not source.model.overspill.placement.dense_weights
@@ -143,12 +143,11 @@ class LLM:
             name = type(source.model).__name__
             _log.warning("%s computes one request after another: %s", name, reason)
             runner = SequentialRunner(source.model, self.device)
-        # what a decoder computes depends on the source too; states are found in checkpoints
-        share = paged and not source.has_encoder and (not stateful or checkpoints is not None)
+        share = paged and not source.has_encoder  # a decoder depends on the source too
         pool = BlockPool(source.n_blocks, _BLOCK, share, checkpoints)
-        chunk = options.prefill_chunk if split else source.context
+        chunk = options.prefill_chunk if paged else source.context
         pieces = PieceSizes(_LEAST_PIECE if chunk is None else chunk, chunk)
-        scheduler = Scheduler(pool, max_batch, pieces.size(0), split, stateful)
+        scheduler = Scheduler(pool, max_batch, pieces.size(0), paged, stateful)
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
         pacing = Pacing(_ANSWERS_SHARE)
         return ServingLoop(runner, scheduler, source.ends, stream, pacing, pieces)

@@ -26,7 +26,7 @@ from overspill.serve.request import Request
 from overspill.serve.sampling import Chosen
 from overspill.serve.scheduler import BatchItem
 from overspill.serve.states import Part, StateSlots
-from overspill.serve.support import has_states, splits_prompts
+from overspill.serve.support import has_states
 from overspill.serve.weights_version import WeightsVersion
 from overspill.trace.spans import Span as TraceSpan
 
@@ -132,7 +132,6 @@ class PagedRunner(Runner):
             self._slots = StateSlots(states, max_batch, block_size, checkpoints)
         replaced = self._seq2seq, states, SparseAttention(model), RelativeAttention(model)
         self._replacements = [each for each in replaced if each is not None]
-        self._splits = splits_prompts(model)
         self._version = WeightsVersion(model)
         self._engine.servers.add(self)  # last: a failure leaves the model to others
 
@@ -175,9 +174,8 @@ class PagedRunner(Runner):
     def _compute_again(self, request: Request) -> None:
         """Compute the states of a request as the first time: the answer token by token."""
         prompt = min(request.prompt_tokens, request.computed)
-        piece = _PIECE if self._splits else prompt
-        for before in range(0, prompt, piece):
-            self._compute([Part(request, before, min(piece, prompt - before))], keep=False)
+        for before in range(0, prompt, _PIECE):
+            self._compute([Part(request, before, min(_PIECE, prompt - before))], keep=False)
         for before in range(prompt, request.computed):
             self._compute([Part(request, before, 1)], keep=False)
 

@@ -93,10 +93,12 @@ class StateSlots:
         """Copy the states of parts of one token that end a block worth keeping."""
         if self._checkpoints is None:
             return
-        interval = self._checkpoints.answer_blocks * self._block_size
+        size = self._block_size
+        interval = self._checkpoints.answer_blocks * size
         for request, before, n_new in parts:
             seen = before + 1
-            if n_new == 1 and (seen % interval == 0 or seen == request.known):
+            prompt = (request.prompt_tokens - 1) // size * size
+            if n_new == 1 and (seen % interval == 0 or seen in (request.known, prompt)):
                 request.checkpoints[seen] = self.memory.copy_out(self.slot(request))
 
     def begin(
@@ -112,8 +114,16 @@ class StateSlots:
             for seen in [each for each in request.checkpoints if each > before]:
                 del request.checkpoints[seen]
             inside = [(seen - before, states) for seen, states in sorted(wanted.items())]
-            found.append(StateSpan(self.slot(request), not before, inside))
+            in_prompt = before < request.prompt_tokens
+            found.append(StateSpan(self.slot(request), not before, inside, in_prompt))
         return found
+
+    def may_step(self, parts: Sequence[Part]) -> bool:
+        """Return whether a decoding step may compute parts of one token. It reads states: a
+        sequence that begins has none."""
+        in_prompt = any(part.before < part.request.prompt_tokens for part in parts)
+        differs = in_prompt and self.memory.differs_in_prompts
+        return not differs and all(part.before for part in parts)
 
     def resume(self, request: Request) -> int:
         """Return the slot of a request that continues from a checkpoint, which is copied there."""

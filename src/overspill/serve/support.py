@@ -43,14 +43,6 @@ def has_states(model: Any) -> bool:
     return model.config.get_text_config().model_type in recurrent.TYPES
 
 
-def splits_prompts(model: Any) -> bool:
-    """Return whether a prompt may be computed in pieces. Jamba's modules begin a piece of several
-    tokens with an empty state."""
-    if why_not_paged(model) is not None:
-        return False
-    return isinstance(model, GPTMoE) or model.config.model_type != "jamba"
-
-
 def _rope_types(config: Any) -> set[str]:
     found = _all_rope_types(getattr(config, "rope_parameters", None))
     if config.model_type == "phimoe" and "longrope" in found:

@@ -16,6 +16,7 @@ from torch import Tensor
 from overspill.core.errors import NonFiniteError
 from overspill.core.garbage import short_collections
 from overspill.hardware import machine
+from overspill.models.predictor import save_predictor
 from overspill.models.stages.stages import Stages
 from overspill.trace.perfetto import write_perfetto
 from overspill.trace.picture import draw_timeline
@@ -136,6 +137,7 @@ class Loop(abc.ABC, Generic[SummaryT]):
         """Take all remaining steps, and return the summary."""
         began = time.perf_counter()
         interrupted = self._run()
+        self._save_predictor()
         self.after_steps()
         return self.summary(interrupted, time.perf_counter() - began)
 
@@ -268,6 +270,16 @@ class Loop(abc.ABC, Generic[SummaryT]):
     def _predictor(self) -> dict[str, float] | None:
         observer = self.session.engine.popularity.observer
         return None if observer is None else observer.stats()
+
+    def _save_predictor(self) -> None:
+        """Save what the popularity predictor has learned, for the weights of the last
+        checkpoint."""
+        observer = self.session.engine.popularity.observer
+        model: Any = self.session.model
+        if observer is None or self.last is None or not observer.predictor.learned_tokens:
+            return
+        whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+        save_predictor(whole, observer.predictor)
 
     def _memory(self) -> "_Memory":
         tiers = self.session.engine.bytes_by_tier()

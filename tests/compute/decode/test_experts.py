@@ -39,9 +39,10 @@ LAYOUTS = {
     "silu": (Function.SILU, ExpertShape(20, 9, gated=True)),
     "silu, aligned": (Function.SILU, ExpertShape(16, 8, gated=True)),
     "gelu": (Function.GELU, ExpertShape(20, 9, gated=False)),
-    "relu": (Function.RELU, ExpertShape(20, 9, gated=False)),
+    "squared relu": (Function.RELU2, ExpertShape(20, 9, gated=False)),
     "relu, with biases": (Function.RELU, ExpertShape(20, 9, gated=False, bias=True)),
     "gated relu": (Function.RELU, ExpertShape(20, 9, gated=True)),
+    "limited": (Function.LIMITED, ExpertShape(20, 9, gated=True)),
     "clamped, with biases and transposed": (
         Function.CLAMPED,
         ExpertShape(20, 9, gated=True, bias=True, transposed=True),
@@ -98,6 +99,7 @@ def test_the_experts_of_a_token_that_are_on_the_device_are_summed(
         device=device,
     )
     x = random(len(ids), shape.d_model, dtype=dtype, device=device)
+    x = 5 * x if function is Function.LIMITED else x
     weights = torch.rand(offsets.shape, device=device)
     options = shape.d_hidden, Form(function, shape.gated), shape.bias, shape.transposed
     out = experts(x, weights, offsets, base, *options)

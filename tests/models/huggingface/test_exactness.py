@@ -139,6 +139,7 @@ def test_any_split_of_frozen_experts_between_cpu_and_device(
     ("name", "mode"),
     [
         *product(["mixtral", "switch_transformers", "nllb-moe"], ["host"]),
+        pytest.param("nemotron_h", "host", marks=pytest.mark.slow),
         *product(["gpt_oss"], ["host", "disk"]),
     ],
 )
@@ -160,7 +161,7 @@ def test_any_split_of_trained_experts_between_cpu_and_device(
 
 @pytest.mark.skipif(cpu_isa() is None, reason="no C++ compiler")
 def test_cpu_experts_with_another_activation_are_refused(tmp_path: Path) -> None:
-    plain = make_model(BY_NAME["nemotron_h"])
+    plain = make_model(BY_NAME["minimax_m3_vl_text"])
     settings = overspill.Settings(cpu_experts=True)
     with (
         pytest.raises(ConfigError, match=r"the activation .* GELU, .*; leave out cpu_experts \("),

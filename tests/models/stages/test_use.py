@@ -313,3 +313,14 @@ def test_other_models_are_refused() -> None:
 def test_a_model_in_stages_is_not_copied(refusing: Bench) -> None:
     with pytest.raises(OrderError, match="an offloaded model cannot be copied"):
         copy.deepcopy(refusing.model)
+
+
+@pytest.mark.parametrize("count", [0, BLOCKS + 1])
+def test_a_number_of_stages_is_checked_before_memory_is_taken(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.models.offload.Engine", None)
+    monkeypatch.setattr("overspill.models.stages.division.measured_costs", None)
+    model = make_model(MIXTRAL)
+    with pytest.raises(ConfigError, match=f"{count} stages.*blocks.*model has"):
+        overspill.offload(model, device="cpu", stages=count, quiet=True)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from overspill.compute.activation import Differentiated
 from overspill.compute.cpu_kernel import cpu_isa
+from overspill.core.errors import ConfigError
 from overspill.moe.autograd import routed_experts
 from overspill.moe.placeholder import ExpertPlaceholder
 from overspill.moe.settings import Settings
@@ -34,10 +35,9 @@ def assert_cpu_is_off(task: SmallTask, where: str, disk: Path, settings: Setting
         assert not cpu_jobs(engine)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_kept_activations_turn_cpu_experts_off(checkpoint: bool, tmp_path: Path) -> None:
-    task = SmallTask(checkpoint=checkpoint)
-    assert_cpu_is_off(task, HOST[1], tmp_path, cpu_settings(all_on_cpu, activations="keep"))
+def test_kept_activations_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not supported with cpu_experts.*\(--activations\), or"):
+        Settings(cpu_experts=True, activations="keep")
 
 
 def test_deterministic_algorithms_turn_cpu_experts_off(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import pytest
 from overspill.serve import paged
 from tests.serve.decode.decoding import INTERPRETED, decoding
 from tests.serve.models import PROMPTS, plain_model
-from tests.serve.test_sparse import SPARSE as ALL
+from tests.serve.test_sparse import SPARSE
 from tests.slow import slow_names
 
 pytestmark = INTERPRETED
-SPARSE = [name for name in ALL if name != "hy_v4"]  # kernels do not have the gate of its experts
 
 
 @pytest.mark.parametrize("name", slow_names(SPARSE, *{*SPARSE} - {"glm_moe_dsa"}))

@@ -23,12 +23,10 @@ from tests.serve.decode.decoding import (
 from tests.serve.models import PROMPTS, plain_generate
 from tests.serve.requests import make_request
 from tests.serve.test_checkpoints import check_greedy
-from tests.serve.test_states import STATEFUL as ALL
-from tests.serve.test_states import plain_model
+from tests.serve.test_states import STATEFUL, plain_model
 from tests.slow import slow_names
 
 pytestmark = INTERPRETED
-STATEFUL = [name for name in ALL if name != "nemotron_h"]  # kernels do not have its activation
 FUSED = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"}
 BOTH = pytest.mark.parametrize("name", slow_names(["granitemoehybrid", "qwen3_next"], "qwen3_next"))
 

@@ -11,6 +11,8 @@ from overspill.compute.activation_form import Function
 from overspill.compute.activation_triton import value_of
 
 CLAMPED = tl.constexpr(int(Function.CLAMPED))
+LIMITED = tl.constexpr(int(Function.LIMITED))
+_SILU = tl.constexpr(int(Function.SILU))
 
 
 @triton.jit
@@ -21,6 +23,10 @@ def activate(g, u, kind: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constex
         g = tl.minimum(g, 7.0)
         u = tl.minimum(tl.maximum(u, -7.0), 7.0)
         result = (u + 1.0) * g * tl.sigmoid(g * 1.702)
+    elif FUNCTION == LIMITED:
+        g = tl.minimum(g, 10.0)
+        u = tl.minimum(tl.maximum(u, -10.0), 10.0)
+        result = value_of(g, _SILU) * u
     else:
         result = value_of(g, FUNCTION)
         if GATED:

@@ -9,13 +9,18 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from overspill.models.huggingface.continued_mamba import (
+    ContinuedMamba,
+    limited_steps,
+    limits_steps,
+)
 from overspill.models.huggingface.replaced import replaced_attributes
 
 _CACHE_ARGUMENTS = {
@@ -34,6 +39,8 @@ _CACHE_ARGUMENTS = {
 _ONLY_ROWS = frozenset({"ZayaCCAProjection"})
 """Classes whose results all have a row for each token; others may return states after the first
 result."""
+_EMPTY = "JambaMambaMixer"
+"""Class whose modules begin a piece of several tokens with an empty state."""
 TYPES = frozenset({
     "granitemoehybrid", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "minimax", "nemotron_h",
     "qwen3_next", "qwen3_5_moe_text", "zaya",
@@ -59,6 +66,8 @@ class StateSpan(NamedTuple):
     copies: Sequence[tuple[int, States]] = ()
     """Empty copies that a pass over several tokens fills, each after a number of tokens, in
     order."""
+    in_prompt: bool = False
+    """Whether the tokens are of a prompt."""
 
 
 class RecurrentStates:
@@ -70,6 +79,8 @@ class RecurrentStates:
         self._modules = _find_modules(model)
         self._memory: dict[nn.Module, dict[_Key, Tensor]] = {}
         self._groups: list[_Group] = []
+        self.differs_in_prompts = any(map(limits_steps, self._modules))
+        """Whether modules compute a single token of a prompt otherwise than one of an answer."""
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +101,7 @@ class RecurrentStates:
         for count, span in zip(counts, spans, strict=True):
             rows = torch.arange(start, start + count, device=device)[None]
             start += count
-            if count == 1 and not span.fresh:
+            if count == 1 and not (span.fresh or (span.in_prompt and self.differs_in_prompts)):
                 single.append((rows, span.slot))
             else:
                 self._groups += _pieces(rows, span)
@@ -145,16 +156,27 @@ class RecurrentStates:
         out: Any = None
         for group in self._groups:
             cache = _new_cache(module)
+            continued: ContinuedMamba | None = None
+            changed: AbstractContextManager[None] = nullcontext()
             if not group.fresh:
                 for key, states in self._memory[module].items():
                     _put(cache, key, states[group.slots_N])
+                if type(module).__name__ == _EMPTY and group.rows_NT.shape[1] > 1:
+                    state = self._memory[module]["recurrent", 0][group.slots_N]
+                    continued = ContinuedMamba(module, state)
+                    changed = continued.hooked()
+                elif group.in_prompt and group.rows_NT.shape[1] == 1 and limits_steps(module):
+                    changed = limited_steps(module)
             bound.arguments |= {
                 first: row_1TD[0][group.rows_NT],
                 _CACHE_ARGUMENTS[type(module).__name__]: cache,
             }
             if "attention_mask" in bound.arguments:
                 bound.arguments["attention_mask"] = None
-            found = plain(*bound.args[1:], **bound.kwargs)
+            with changed:
+                found = plain(*bound.args[1:], **bound.kwargs)
+            if continued is not None:
+                cache.layers[0].recurrent_states[0] += continued.rest_1dn
             self._keep(module, cache, group)
             if len(self._groups) == 1 and group.rows_NT.shape[0] == 1:
                 return found
@@ -181,6 +203,7 @@ class _Group(NamedTuple):
     fresh: bool
     copy: States | None = None
     """Copy that receives the states after the tokens, if the group is one sequence."""
+    in_prompt: bool = False
 
 
 def _pieces(rows_1T: Tensor, span: StateSpan) -> Iterator[_Group]:
@@ -188,7 +211,7 @@ def _pieces(rows_1T: Tensor, span: StateSpan) -> Iterator[_Group]:
     slots, fresh, start = torch.tensor([span.slot], device=rows_1T.device), span.fresh, 0
     for end, copy in (*span.copies, (rows_1T.shape[1], None)):
         if end > start:
-            yield _Group(rows_1T[:, start:end], slots, fresh, copy)
+            yield _Group(rows_1T[:, start:end], slots, fresh, copy, span.in_prompt)
             fresh, start = False, end
 
 

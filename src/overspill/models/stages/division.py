@@ -17,14 +17,23 @@ from overspill.plan.stages import (
     BlockCost,
     ExpertTimes,
     block_seconds,
+    check_stages,
     divide_blocks,
 )
 from overspill.tiers.layout import RecordLayout
 
 
-def expert_times(layout: RecordLayout, device: torch.device, ranks: Ranks | None) -> ExpertTimes:
-    """Return the times of an expert, which the first rank measures on its GPU for all. A CPU
-    uploads nothing."""
+def expert_times(
+    model: nn.Module,
+    n_stages: int,
+    layout: RecordLayout,
+    device: torch.device,
+    ranks: Ranks | None,
+) -> ExpertTimes:
+    """Return the times of an expert for the division of a model, which the first rank measures on
+    its GPU for all. A CPU uploads nothing. Raises before it measures if there are too few
+    blocks."""
+    check_stages(n_stages, len(find_blocks(model)))
     if device.type == "cpu":
         return UNMEASURED
     costs = measured_costs(layout, device)

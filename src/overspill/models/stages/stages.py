@@ -91,7 +91,7 @@ class Stages:
         if n_stages is None:
             raise ConfigError("give the number of stages")
         sizes = engine.n_experts, engine.shape.numel, engine.dtype.itemsize
-        times = expert_times(engine.layout, engine.device, engine.ranks)
+        times = expert_times(self._model, n_stages, engine.layout, engine.device, engine.ranks)
         return divide_model(self._model, n_stages, *sizes, times)
 
     def __len__(self) -> int:

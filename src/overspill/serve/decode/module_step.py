@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overspill.compute.activation import Fused
+from overspill.compute.activation import form_of
+from overspill.compute.activation_form import Form
 from overspill.compute.decode.attention import attend
 from overspill.compute.decode.cpu import add_cpu_rows
 from overspill.models.attention_cache import (
@@ -38,7 +39,11 @@ def can_step(model: Any, placeholders: list[ExpertPlaceholder]) -> bool:
         return False
     if hooks or has_expert_adapters(model):
         return False
-    return all(isinstance(each.activation, Fused) for each in placeholders)
+    return all(_form_of(each) is not None for each in placeholders)
+
+
+def _form_of(placeholder: ExpertPlaceholder) -> Form | None:
+    return form_of(placeholder.activation, placeholder.engine.shape.gated)
 
 
 class ModuleStep:
@@ -64,6 +69,7 @@ class ModuleStep:
         self.level = pregate_level(model)
         self.n_layers = len(experts.table.offsets)
         self._first = 0 if seq2seq is None else seq2seq.encoder_layers
+        self._forms: dict[int, Form] = {}  # of the activations of layers
         self._announced: dict[int, Tensor] = {}  # experts of later layers
         self._biases: dict[RelativeBias, Tensor] = {}  # by distance
         self._batch: Batch  # of the current step
@@ -179,8 +185,11 @@ class ModuleStep:
             self._inputs.append(x_TD)
         self._experts.begin_ahead(layer, self, batch.real)
         routed = self._experts.look_up(layer, ids, weights, batch.real, x_TD)
-        assert isinstance(placeholder.activation, Fused)
-        y, rows = self._experts.compute(placeholder, placeholder.activation.form, x_TD, routed)
+        if layer not in self._forms:
+            form = _form_of(placeholder)
+            assert form is not None
+            self._forms[layer] = form
+        y, rows = self._experts.compute(placeholder, self._forms[layer], x_TD, routed)
         if rows is not None:
             add_cpu_rows(y, rows)
         return y.to(x_TD.dtype)
