@@ -12,14 +12,13 @@
 namespace {
 
 constexpr int64_t ORDERED = 128;  // numbers: token rows are padded to a multiple of it
-constexpr int64_t AHEAD = IN_FLIGHT * LINE;  // bytes from the codes to those that are prefetched
-
 // Rows of a packed matrix that are multiplied at once, and token rows: a load of token numbers serves
 // all of these rows.
 struct CodeRows {
     const PackedMatrix* matrix;
     int64_t columns;
     const uint8_t* codes;
+    int64_t row_bytes;
     int64_t code_stride;   // from one row to the next, as the next strides
     const float* scales;   // by group, and numbers that are not used after them
     const float* zeros;    // of four bits: zero point times scale, as scales; may be null
@@ -33,6 +32,12 @@ struct CodeRows {
 
     const float* token(int m) const {
         return reinterpret_cast<const float*>(tokens + m * token_stride);
+    }
+    // The distance in bytes from the codes of a row to codes that W rows reach IN_FLIGHT lines later.
+    template <int W>
+    int64_t ahead(int64_t at) const {
+        constexpr int64_t each = IN_FLIGHT / W * LINE;
+        return at + each < row_bytes ? each : each + (W - 1) * code_stride;
     }
     // Sums of words of a token row.
     const float* word_sums(int m) const { return token(m) + padded(columns, ORDERED); }
@@ -51,8 +56,7 @@ struct Avx2Dots : Avx2Codes {
     static constexpr bool FUSED = true;
     using Token = float;
 
-    // Rows of codes that are multiplied with M token rows at once: as many as there are registers.
-    static constexpr int rows_at_once(int tokens) { return tokens <= 2 ? 2 : 1; }
+    static constexpr int ROWS = 2;  // of codes that are multiplied at once
 
     // Position of a column's number in an ordered token row.
     INLINE int64_t place(int64_t column) {
@@ -89,7 +93,7 @@ struct Avx2Dots : Avx2Codes {
             for (int w = 0; w < W; ++w) {
                 uint8_t rest[32];
                 const uint8_t* from = rows.codes + w * rows.code_stride + at;
-                __builtin_prefetch(from + AHEAD, 0, 2);
+                __builtin_prefetch(from + rows.ahead<W>(at), 0, 2);
                 if (at + 32 > bytes) from = last_codes(from, bytes - at, rest);
                 const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
                 const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, low));
@@ -119,7 +123,9 @@ struct Avx2Dots : Avx2Codes {
                         zero, _mm256_loadu_ps(rows.word_sums(m) + block * 8), total[w][m]);
             }
         }
+#pragma GCC unroll 4
         for (int w = 0; w < W; ++w)
+#pragma GCC unroll 4
             for (int m = 0; m < M; ++m) rows.sums[w * rows.sum_stride + m] = add_up(total[w][m]);
     }
 
@@ -148,14 +154,14 @@ struct Avx2Dots : Avx2Codes {
     template <int W, int M, bool INTEGERS>
     TARGET_AVX2 static void dot_bytes(const CodeRows& rows) {
         const __m128i turn = _mm_set1_epi8(rows.matrix->code_type == UINT8_CODES ? -128 : 0);
-        __m256 total[W][M][2] = {};
+        __m256 total[W][M] = {};
         for (int64_t at = 0; at < rows.columns; at += 16) {
             const int64_t group = at >> rows.shift;
 #pragma GCC unroll 4
             for (int w = 0; w < W; ++w) {
                 uint8_t rest[16];
                 const uint8_t* from = rows.codes + w * rows.code_stride + at;
-                if (at % LINE == 0) __builtin_prefetch(from + AHEAD, 0, 2);
+                if (at % LINE == 0) __builtin_prefetch(from + rows.ahead<W>(at), 0, 2);
                 if (at + 16 > rows.columns) from = last_codes(from, rows.columns - at, rest);
                 __m256 weight[2];
                 load_bytes<INTEGERS>(from, turn, weight);
@@ -165,15 +171,15 @@ struct Avx2Dots : Avx2Codes {
                     weight[i] = _mm256_mul_ps(weight[i], scale);
 #pragma GCC unroll 4
                     for (int m = 0; m < M; ++m)
-                        total[w][m][i] =
-                            _mm256_fmadd_ps(weight[i], _mm256_loadu_ps(rows.token(m) + at + 8 * i),
-                                            total[w][m][i]);
+                        total[w][m] = _mm256_fmadd_ps(
+                            weight[i], _mm256_loadu_ps(rows.token(m) + at + 8 * i), total[w][m]);
                 }
             }
         }
+#pragma GCC unroll 4
         for (int w = 0; w < W; ++w)
-            for (int m = 0; m < M; ++m)
-                rows.sums[w * rows.sum_stride + m] = add_up(_mm256_add_ps(total[w][m][0], total[w][m][1]));
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) rows.sums[w * rows.sum_stride + m] = add_up(total[w][m]);
     }
 };
 
@@ -181,7 +187,7 @@ struct Avx512Dots : Avx512Codes {
     static constexpr bool FUSED = true;
     using Token = float;
 
-    static constexpr int rows_at_once(int tokens) { return tokens <= 2 ? 4 : 2; }
+    static constexpr int ROWS = 4;
 
     INLINE int64_t place(int64_t column) {
         const int64_t at = column % 128;
@@ -206,11 +212,12 @@ struct Avx512Dots : Avx512Codes {
     template <int W>
     TARGET_AVX512 INLINE void load_words(const CodeRows& rows, int64_t block, __mmask16 words,
                                          __m512i (&codes)[W]) {
+        const int64_t ahead = rows.ahead<W>(block * 64);
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
             const uint8_t* const from = rows.codes + w * rows.code_stride + block * 64;
             codes[w] = _mm512_maskz_loadu_epi32(words, from);
-            __builtin_prefetch(from + AHEAD, 0, 2);
+            __builtin_prefetch(from + ahead, 0, 2);
         }
     }
 
@@ -260,7 +267,8 @@ struct Avx512Dots : Avx512Codes {
             }
 #pragma GCC unroll 4
             for (int m = 0; m < M; ++m) {
-                const __m512 numbers = _mm512_loadu_ps(rows.token(m) + block * 128 + j * 16);
+                __m512 numbers = _mm512_loadu_ps(rows.token(m) + block * 128 + j * 16);
+                asm("" : "+v"(numbers));  // stays in a register
 #pragma GCC unroll 4
                 for (int w = 0; w < W; ++w)
                     part[w][m] = _mm512_fmadd_ps(weight[w], numbers, part[w][m]);
@@ -300,29 +308,28 @@ struct Avx512Dots : Avx512Codes {
     // Adds the products of 32 columns from `at` on. 16 of them have one scale.
     template <int W, int M, bool INTEGERS>
     TARGET_AVX512 INLINE void add_bytes(const CodeRows& rows, int64_t at, __mmask32 columns,
-                                        __m256i turn, __m512 (&total)[W][M][2]) {
-        const int64_t group[] = {at >> rows.shift, (at + 16) >> rows.shift};
-        __m512 numbers[M][2];
-#pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) {
-            numbers[m][0] = _mm512_loadu_ps(rows.token(m) + at);
-            numbers[m][1] = _mm512_loadu_ps(rows.token(m) + at + 16);
-        }
+                                        __m256i turn, __m512 (&total)[W][M]) {
+        __m512 weight[W][2];
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
             const uint8_t* const from = rows.codes + w * rows.code_stride + at;
-            __m256i codes = columns + 1 == 0
-                                ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))
-                                : _mm256_maskz_loadu_epi8(columns, from);
-            __m512 weight[2];
-            decode_bytes<INTEGERS>(INTEGERS ? _mm256_xor_si256(codes, turn) : codes, weight);
+            const __m256i codes = _mm256_maskz_loadu_epi8(columns, from);
+            decode_bytes<INTEGERS>(INTEGERS ? _mm256_xor_si256(codes, turn) : codes, weight[w]);
+        }
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) {
-                const __m512 scaled =
-                    _mm512_mul_ps(weight[i], _mm512_set1_ps(rows.scales[w * rows.scale_stride + group[i]]));
+        for (int i = 0; i < 2; ++i) {
+            const int64_t group = (at + 16 * i) >> rows.shift;
 #pragma GCC unroll 4
-                for (int m = 0; m < M; ++m)
-                    total[w][m][i] = _mm512_fmadd_ps(scaled, numbers[m][i], total[w][m][i]);
+            for (int w = 0; w < W; ++w)
+                weight[w][i] = _mm512_mul_ps(
+                    weight[w][i], _mm512_set1_ps(rows.scales[w * rows.scale_stride + group]));
+#pragma GCC unroll 4
+            for (int m = 0; m < M; ++m) {
+                __m512 numbers = _mm512_loadu_ps(rows.token(m) + at + 16 * i);
+                asm("" : "+v"(numbers));  // stays in a register
+#pragma GCC unroll 4
+                for (int w = 0; w < W; ++w)
+                    total[w][m] = _mm512_fmadd_ps(weight[w][i], numbers, total[w][m]);
             }
         }
     }
@@ -330,11 +337,13 @@ struct Avx512Dots : Avx512Codes {
     template <int W, int M, bool INTEGERS>
     TARGET_AVX512 static void dot_bytes(const CodeRows& rows) {
         const __m256i turn = _mm256_set1_epi8(rows.matrix->code_type == UINT8_CODES ? -128 : 0);
-        __m512 total[W][M][2] = {};
+        __m512 total[W][M] = {};
         int64_t at = 0;
         for (; at + 64 <= rows.columns; at += 64) {
+            const int64_t ahead = at + rows.ahead<W>(at);
 #pragma GCC unroll 4
-            for (int w = 0; w < W; ++w) __builtin_prefetch(rows.codes + w * rows.code_stride + at + AHEAD, 0, 2);
+            for (int w = 0; w < W; ++w)
+                __builtin_prefetch(rows.codes + w * rows.code_stride + ahead, 0, 2);
             add_bytes<W, M, INTEGERS>(rows, at, ~0u, turn, total);
             add_bytes<W, M, INTEGERS>(rows, at + 32, ~0u, turn, total);
         }
@@ -342,10 +351,7 @@ struct Avx512Dots : Avx512Codes {
             const int64_t left = least(32, rows.columns - at);
             add_bytes<W, M, INTEGERS>(rows, at, ~0u >> (32 - left), turn, total);
         }
-        __m512 sums[W][M];
-        for (int w = 0; w < W; ++w)
-            for (int m = 0; m < M; ++m) sums[w][m] = _mm512_add_ps(total[w][m][0], total[w][m][1]);
-        store_sums<W, M>(rows, sums);
+        store_sums<W, M>(rows, total);
     }
 };
 
@@ -414,7 +420,7 @@ INLINE void dot_some(const CodeRows& rows, int64_t count) {
     if constexpr (M > 1) {
         if (count < M) return dot_some<M - 1, Codes>(rows, count);
     }
-    constexpr int W = Codes::rows_at_once(M);
+    constexpr int W = Codes::ROWS;
     const int32_t type = rows.matrix->code_type;
     if (type == NIBBLES) return Codes::template dot_nibbles<W, M>(rows);
     if (type == E4M3_CODES) return Codes::template dot_bytes<W, M, false>(rows);

@@ -87,6 +87,7 @@ template <class T, class Isa>
 void fused_rows(const PackedMatrix& matrix, const char* record, int64_t first, int64_t count,
                 const char* tokens, int64_t n_tokens, float* c) {
     static thread_local Scratch scratch;
+    constexpr int64_t ROWS = Isa::Codes::ROWS;
     const int64_t groups = matrix.groups(), room = padded(SCALED_ROWS * groups + TILE, TILE);
     float* const scales = reinterpret_cast<float*>(scratch.take(room * 8));
     float* const zeros = matrix.zeros < 0 ? nullptr : scales + room;
@@ -99,12 +100,17 @@ void fused_rows(const PackedMatrix& matrix, const char* record, int64_t first, i
     CodeRows rows{};
     rows.matrix = &matrix;
     rows.columns = matrix.columns;
+    rows.row_bytes = matrix.row_bytes();
     rows.shift = shift;
     rows.token_stride = ordered_bytes(matrix.columns);
     for (int64_t top = 0; top < count; top += SCALED_ROWS) {
         const int64_t some = least(SCALED_ROWS, count - top);
         rows_of_numbers<Isa>(matrix, matrix.scale_type, record + matrix.scales, first + top, some,
                              scales);
+        const bool few = some < ROWS;
+        rows.code_stride = few ? 0 : rows.row_bytes;
+        rows.scale_stride = few ? 0 : groups;
+        rows.sum_stride = few ? 0 : n_tokens;
         if (zeros) {
             rows_of_numbers<Isa>(matrix, matrix.zero_type, record + matrix.zeros, first + top,
                                  some, zeros);
@@ -112,15 +118,10 @@ void fused_rows(const PackedMatrix& matrix, const char* record, int64_t first, i
         }
         for (int64_t m = 0; m < n_tokens; m += MOST_TOKENS) {
             const int64_t now = least(MOST_TOKENS, n_tokens - m);
-            const int64_t at_once = Isa::Codes::rows_at_once(int(now));
             rows.tokens = tokens + m * rows.token_stride;
-            const bool few = some < at_once;
-            rows.code_stride = few ? 0 : matrix.row_bytes();
-            rows.scale_stride = few ? 0 : groups;
-            rows.sum_stride = few ? 0 : n_tokens;
-            for (int64_t next = 0; next < some; next += few ? 1 : at_once) {
+            for (int64_t next = 0; next < some; next += few ? 1 : ROWS) {
                 // If rows are left over at the end, earlier ones are multiplied again.
-                const int64_t row = few ? next : least(next, some - at_once);
+                const int64_t row = few ? next : least(next, some - ROWS);
                 rows.codes = matrix.codes_of(record, first + top + row);
                 rows.scales = scales + row * groups;
                 rows.zeros = zeros ? zeros + row * groups : nullptr;
