@@ -249,6 +249,8 @@ INLINE void read_numbers_body(int32_t type, const char* from, int64_t first, int
     } else if (type == BF16) {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) to[i] = number(BF16, from, first + i);
+    } else if (type == F32) {
+        std::memcpy(to, from + 4 * first, 4 * count);
     } else {
         for (int64_t i = 0; i < count; ++i) to[i] = number(type, from, first + i);
     }

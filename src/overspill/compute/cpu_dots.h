@@ -4,7 +4,7 @@
 // numbers that belong to the first code of each word come first, then those of the second one, and
 // so on: then a shift of the words brings the next codes to where they are looked up. The sum of each
 // word of a token row is stored beside it, for zero points. Codes of eight bits: float32 in the usual
-// order. Token rows are padded with zeros.
+// order, except with products in bf16. Token rows are padded with zeros.
 #pragma once
 
 #include "cpu_codes.h"
@@ -62,6 +62,11 @@ struct Avx2Dots : Avx2Codes {
     INLINE int64_t place(int64_t column) {
         const int64_t at = column % 64;
         return column - at + at % 8 * 8 + at / 8;
+    }
+
+    // Stores the number of a column for codes of eight bits.
+    INLINE void put_number(int32_t, int64_t column, float number, char* token) {
+        reinterpret_cast<float*>(token)[column] = number;
     }
 
     // Codes are looked up as integers, in the upper byte of a word.
@@ -194,13 +199,17 @@ struct Avx512Dots : Avx512Codes {
         return column - at + at % 8 * 16 + at / 8;
     }
 
+    INLINE void put_number(int32_t code_type, int64_t column, float number, char* token) {
+        Avx2Dots::put_number(code_type, column, number, token);
+    }
+
     INLINE float token_unit(const PackedMatrix&) { return 1.0f; }
 
-    // The group of each word of a block, from that of the first one on.
-    TARGET_AVX512 INLINE __m512i groups_of(const CodeRows& rows) {
+    // The group of each word of a block, from that of the first one on, if a group has 1 << shift.
+    TARGET_AVX512 INLINE __m512i groups_of(int shift) {
         const __m512i lanes =
             _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        return _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(rows.shift));
+        return _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(shift));
     }
 
     // The words of the last block, which is not whole.
@@ -221,11 +230,11 @@ struct Avx512Dots : Avx512Codes {
         }
     }
 
-    // total += part * scale - zero * sums, by word.
+    // total += part * scale - zero * sums, by word. A block begins with a group, or within one.
     template <int W, int M>
-    TARGET_AVX512 INLINE void add_block(const CodeRows& rows, int64_t block, __m512i spread,
-                                        const __m512 (&part)[W][M], __m512 (&total)[W][M]) {
-        const int64_t group = block * 16 >> rows.shift;
+    TARGET_AVX512 INLINE void add_block(const CodeRows& rows, int64_t block, int64_t group,
+                                        __m512i spread, const __m512 (&part)[W][M],
+                                        __m512 (&total)[W][M]) {
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
             const __m512 scale = _mm512_permutexvar_ps(
@@ -274,13 +283,13 @@ struct Avx512Dots : Avx512Codes {
                     part[w][m] = _mm512_fmadd_ps(weight[w], numbers, part[w][m]);
             }
         }
-        add_block<W, M>(rows, block, spread, part, total);
+        add_block<W, M>(rows, block, block * 16 >> rows.shift, spread, part, total);
     }
 
     template <int W, int M>
     TARGET_AVX512 static void dot_nibbles(const CodeRows& rows) {
         const __m512 table = _mm512_loadu_ps(rows.matrix->values);
-        const __m512i spread = groups_of(rows);
+        const __m512i spread = groups_of(rows.shift);
         const int64_t blocks = rows.columns / 128;
         __m512 total[W][M] = {};
         for (int64_t block = 0; block < blocks; ++block)
@@ -358,7 +367,8 @@ struct Avx512Dots : Avx512Codes {
 #if HAVE_BF16
 
 // Token rows in bf16, two of whose numbers are multiplied at once: the words of a block have sixteen
-// bits, and four codes.
+// bits, and four codes. Of codes of e4m3 they have two: the numbers of the even columns of a block
+// come first. Integers of eight bits: as without bf16.
 struct Bf16Dots : Avx512Dots {
     using Token = uint16_t;
 
@@ -391,7 +401,7 @@ struct Bf16Dots : Avx512Dots {
                         _mm512_dpbf16_ps(part[w][m], (__m512bh)weight[w], (__m512bh)numbers);
             }
         }
-        add_block<W, M>(rows, block, spread, part, total);
+        add_block<W, M>(rows, block, block * 16 >> rows.shift, spread, part, total);
     }
 
     template <int W, int M>
@@ -399,13 +409,76 @@ struct Bf16Dots : Avx512Dots {
         alignas(64) uint16_t values[32];  // twice: the fifth bit belongs to the next code
         for (int i = 0; i < 32; ++i)
             values[i] = uint16_t(to_bits(rows.matrix->values[i % 16]) >> 16);
-        const __m512i table = _mm512_load_si512(values), spread = groups_of(rows);
+        const __m512i table = _mm512_load_si512(values), spread = groups_of(rows.shift);
         const int64_t blocks = rows.columns / 128;
         __m512 total[W][M] = {};
         for (int64_t block = 0; block < blocks; ++block)
             add_nibbles<W, M>(rows, block, 0xffff, table, spread, total);
         if (rows.columns % 128)
             add_nibbles<W, M>(rows, blocks, last_words(rows), table, spread, total);
+        store_sums<W, M>(rows, total);
+    }
+
+    INLINE void put_number(int32_t code_type, int64_t column, float number, char* token) {
+        if (code_type != E4M3_CODES) return Avx512Dots::put_number(code_type, column, number, token);
+        const int64_t at = column % 64;
+        store_rounded(reinterpret_cast<uint16_t*>(token) + column - at + at % 2 * 32 + at / 2, number);
+    }
+
+    // Codes of e4m3 in the low bytes of words: `size` has their lowest seven bits in bits 4 to 10,
+    // `code` in bits 0 to 6, `sign` their sign in bit 15. Without their unit, as `halves`: the bits
+    // of the exponent are moved, and subnormal codes, which the products would flush, looked up.
+    TARGET_BF16 INLINE __m512i bf16_of_e4m3(__m512i size, __m512i code, __m512i sign,
+                                            __mmask32 subnormal, __m512i table) {
+        const __m512i moved = _mm512_ternarylogic_epi32(size, _mm512_set1_epi16(0x07f0),
+                                                        _mm512_set1_epi16(0x3800), 0xea);  // a&b|c
+        const __m512i found = _mm512_mask_permutexvar_epi16(moved, subnormal, code, table);
+        return _mm512_ternarylogic_epi32(sign, _mm512_set1_epi16(int16_t(0x8000)), found, 0xea);
+    }
+
+    // Adds the products of 64 codes of e4m3. 16 of them have one scale.
+    template <int W, int M>
+    TARGET_BF16 INLINE void add_e4m3(const CodeRows& rows, int64_t block, __mmask64 columns,
+                                     __m512i table, __m512i spread, __m512 (&total)[W][M]) {
+        const int64_t at = block * 64, ahead = at + rows.ahead<W>(at);
+        __m512i even[W], odd[W];
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) {
+            const uint8_t* const row = rows.codes + w * rows.code_stride;
+            const __m512i codes = _mm512_maskz_loadu_epi8(columns, row + at);
+            __builtin_prefetch(row + ahead, 0, 2);
+            even[w] = bf16_of_e4m3(_mm512_slli_epi16(codes, 4), codes, _mm512_slli_epi16(codes, 8),
+                                   _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x0078)), table);
+            odd[w] = bf16_of_e4m3(_mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8), codes,
+                                  _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x7800)), table);
+        }
+        __m512 part[W][M] = {};
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+            const uint16_t* const token = reinterpret_cast<const uint16_t*>(rows.token(m)) + at;
+            const __m512bh first = (__m512bh)_mm512_loadu_si512(token);
+            const __m512bh second = (__m512bh)_mm512_loadu_si512(token + 32);
+#pragma GCC unroll 4
+            for (int w = 0; w < W; ++w) {
+                part[w][m] = _mm512_dpbf16_ps(part[w][m], (__m512bh)even[w], first);
+                part[w][m] = _mm512_dpbf16_ps(part[w][m], (__m512bh)odd[w], second);
+            }
+        }
+        add_block<W, M>(rows, block, at >> rows.shift, spread, part, total);
+    }
+
+    template <int W, int M, bool INTEGERS>
+    TARGET_BF16 static void dot_bytes(const CodeRows& rows) {
+        if constexpr (INTEGERS) return Avx512Dots::dot_bytes<W, M, true>(rows);
+        alignas(64) uint16_t values[32] = {};
+        for (int i = 0; i < 8; ++i) values[i] = uint16_t(to_bits(E4M3_VALUES.of[i] / 256) >> 16);
+        const __m512i table = _mm512_load_si512(values);
+        const __m512i spread = groups_of(rows.shift - 2);  // four codes are summed in a lane
+        const int64_t blocks = rows.columns / 64, left = rows.columns % 64;
+        __m512 total[W][M] = {};
+        for (int64_t block = 0; block < blocks; ++block)
+            add_e4m3<W, M>(rows, block, ~0ull, table, spread, total);
+        if (left) add_e4m3<W, M>(rows, blocks, (1ull << left) - 1, table, spread, total);
         store_sums<W, M>(rows, total);
     }
 };

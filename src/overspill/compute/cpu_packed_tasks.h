@@ -34,7 +34,8 @@ INLINE void order_numbers(const PackedMatrix& matrix, const T* from, int64_t fir
     float* const floats = reinterpret_cast<float*>(token);
     if (matrix.code_type != NIBBLES) {
         const float unit = matrix.code_type == E4M3_CODES ? 256.0f : 1.0f;  // as `halves` says
-        for (int64_t i = 0; i < count; ++i) floats[first + i] = load(from + i) * unit;
+        for (int64_t i = 0; i < count; ++i)
+            Codes::put_number(matrix.code_type, first + i, load(from + i) * unit, token);
         return;
     }
     auto* const to = reinterpret_cast<typename Codes::Token*>(token);
