@@ -17,7 +17,7 @@ constexpr int64_t ORDERED = 128;  // numbers: token rows are padded to a multipl
 struct CodeRows {
     const PackedMatrix* matrix;
     int64_t columns;
-    const uint8_t* codes;
+    const uint8_t *codes, *next;  // `next` are read after these rows
     int64_t row_bytes;
     int64_t code_stride;   // from one row to the next, as the next strides
     const float* scales;   // by group, and numbers that are not used after them
@@ -33,11 +33,13 @@ struct CodeRows {
     const float* token(int m) const {
         return reinterpret_cast<const float*>(tokens + m * token_stride);
     }
-    // The distance in bytes from the codes of a row to codes that W rows reach IN_FLIGHT lines later.
+    // Requests codes that are read IN_FLIGHT lines after those at `at`.
     template <int W>
-    int64_t ahead(int64_t at) const {
-        constexpr int64_t each = IN_FLIGHT / W * LINE;
-        return at + each < row_bytes ? each : each + (W - 1) * code_stride;
+    __attribute__((always_inline)) void prefetch(int64_t at) const {
+        const int64_t ahead = at + IN_FLIGHT / W * LINE;
+        const uint8_t* from = ahead < row_bytes ? codes + ahead : next + (ahead - row_bytes);
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) __builtin_prefetch(from + w * code_stride, 0, 2);
     }
     // Sums of words of a token row.
     const float* word_sums(int m) const { return token(m) + padded(columns, ORDERED); }
@@ -94,11 +96,11 @@ struct Avx2Dots : Avx2Codes {
         const int64_t bytes = rows.columns / 2;
         for (int64_t at = 0, block = 0; at < bytes; at += 32, ++block) {
             const int64_t group = block * 8 >> rows.shift;
+            if (at % LINE == 0) rows.prefetch<W>(at);
 #pragma GCC unroll 4
             for (int w = 0; w < W; ++w) {
                 uint8_t rest[32];
                 const uint8_t* from = rows.codes + w * rows.code_stride + at;
-                __builtin_prefetch(from + rows.ahead<W>(at), 0, 2);
                 if (at + 32 > bytes) from = last_codes(from, bytes - at, rest);
                 const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
                 const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, low));
@@ -162,11 +164,11 @@ struct Avx2Dots : Avx2Codes {
         __m256 total[W][M] = {};
         for (int64_t at = 0; at < rows.columns; at += 16) {
             const int64_t group = at >> rows.shift;
+            if (at % LINE == 0) rows.prefetch<W>(at);
 #pragma GCC unroll 4
             for (int w = 0; w < W; ++w) {
                 uint8_t rest[16];
                 const uint8_t* from = rows.codes + w * rows.code_stride + at;
-                if (at % LINE == 0) __builtin_prefetch(from + rows.ahead<W>(at), 0, 2);
                 if (at + 16 > rows.columns) from = last_codes(from, rows.columns - at, rest);
                 __m256 weight[2];
                 load_bytes<INTEGERS>(from, turn, weight);
@@ -221,13 +223,11 @@ struct Avx512Dots : Avx512Codes {
     template <int W>
     TARGET_AVX512 INLINE void load_words(const CodeRows& rows, int64_t block, __mmask16 words,
                                          __m512i (&codes)[W]) {
-        const int64_t ahead = rows.ahead<W>(block * 64);
+        rows.prefetch<W>(block * 64);
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) {
-            const uint8_t* const from = rows.codes + w * rows.code_stride + block * 64;
-            codes[w] = _mm512_maskz_loadu_epi32(words, from);
-            __builtin_prefetch(from + ahead, 0, 2);
-        }
+        for (int w = 0; w < W; ++w)
+            codes[w] =
+                _mm512_maskz_loadu_epi32(words, rows.codes + w * rows.code_stride + block * 64);
     }
 
     // total += part * scale - zero * sums, by word. A block begins with a group, or within one.
@@ -349,10 +349,7 @@ struct Avx512Dots : Avx512Codes {
         __m512 total[W][M] = {};
         int64_t at = 0;
         for (; at + 64 <= rows.columns; at += 64) {
-            const int64_t ahead = at + rows.ahead<W>(at);
-#pragma GCC unroll 4
-            for (int w = 0; w < W; ++w)
-                __builtin_prefetch(rows.codes + w * rows.code_stride + ahead, 0, 2);
+            rows.prefetch<W>(at);
             add_bytes<W, M, INTEGERS>(rows, at, ~0u, turn, total);
             add_bytes<W, M, INTEGERS>(rows, at + 32, ~0u, turn, total);
         }
@@ -440,13 +437,13 @@ struct Bf16Dots : Avx512Dots {
     template <int W, int M>
     TARGET_BF16 INLINE void add_e4m3(const CodeRows& rows, int64_t block, __mmask64 columns,
                                      __m512i table, __m512i spread, __m512 (&total)[W][M]) {
-        const int64_t at = block * 64, ahead = at + rows.ahead<W>(at);
+        const int64_t at = block * 64;
+        rows.prefetch<W>(at);
         __m512i even[W], odd[W];
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w) {
-            const uint8_t* const row = rows.codes + w * rows.code_stride;
-            const __m512i codes = _mm512_maskz_loadu_epi8(columns, row + at);
-            __builtin_prefetch(row + ahead, 0, 2);
+            const __m512i codes =
+                _mm512_maskz_loadu_epi8(columns, rows.codes + w * rows.code_stride + at);
             even[w] = bf16_of_e4m3(_mm512_slli_epi16(codes, 4), codes, _mm512_slli_epi16(codes, 8),
                                    _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x0078)), table);
             odd[w] = bf16_of_e4m3(_mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8), codes,

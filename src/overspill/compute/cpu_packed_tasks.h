@@ -83,10 +83,11 @@ void rows_of_numbers(const PackedMatrix& matrix, int32_t type, const char* from,
     }
 }
 
-// Products of `count` rows of a matrix with all token rows of an expert: c[row][token].
+// Products of `count` rows of a matrix with all token rows of an expert: c[row][token]. `after` are
+// codes that are read next; may be null.
 template <class T, class Isa>
 void fused_rows(const PackedMatrix& matrix, const char* record, int64_t first, int64_t count,
-                const char* tokens, int64_t n_tokens, float* c) {
+                const char* tokens, int64_t n_tokens, float* c, const char* after) {
     static thread_local Scratch scratch;
     constexpr int64_t ROWS = Isa::Codes::ROWS;
     const int64_t groups = matrix.groups(), room = padded(SCALED_ROWS * groups + TILE, TILE);
@@ -123,7 +124,11 @@ void fused_rows(const PackedMatrix& matrix, const char* record, int64_t first, i
             for (int64_t next = 0; next < some; next += few ? 1 : ROWS) {
                 // If rows are left over at the end, earlier ones are multiplied again.
                 const int64_t row = few ? next : least(next, some - ROWS);
+                const int64_t stop = top + row + ROWS;
                 rows.codes = matrix.codes_of(record, first + top + row);
+                rows.next = stop < count ? matrix.codes_of(record, first + stop)
+                            : after      ? reinterpret_cast<const uint8_t*>(after)
+                                         : rows.codes;
                 rows.scales = scales + row * groups;
                 rows.zeros = zeros ? zeros + row * groups : nullptr;
                 rows.sums = c + (top + row) * n_tokens + m;
@@ -165,10 +170,10 @@ const T* unpacked_rows(const Group& group, const ExpertRows& own, int tensor, in
 }
 
 // c[output][row] of `count` outputs of a tensor from `first` on. `x` are the token rows if they are
-// not ordered.
+// not ordered, `after` is as above.
 template <class T, class Isa>
 void packed_product(const Group& group, const ExpertRows& own, int tensor, int64_t first,
-                    int64_t count, const T* x, int64_t x_stride, float* c) {
+                    int64_t count, const T* x, int64_t x_stride, float* c, const char* after) {
     const int64_t rows = own.rows, k = tensor == W_IN ? group.d : group.h;
     if constexpr (Isa::Codes::FUSED) {
         if (own.fused && group.ordered[tensor]) {
@@ -177,7 +182,9 @@ void packed_product(const Group& group, const ExpertRows& own, int tensor, int64
                 const PackedPiece& piece = group.format->piece_of(tensor, first + at);
                 const int64_t stop = least(count, piece.first + piece.count - first);
                 fused_rows<T, Isa>(piece.matrix, record, first + at - piece.first, stop - at,
-                                   tensor == W_IN ? own.x_tiles : own.a, rows, c + at * rows);
+                                   tensor == W_IN ? own.x_tiles : own.a, rows, c + at * rows,
+                                   stop < count ? group.format->row(record, tensor, first + stop)
+                                                : after);
                 at = stop;
             }
             return;
