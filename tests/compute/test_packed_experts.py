@@ -1,24 +1,45 @@
 """Experts computed from their packed records, compared with float64 on their plain weights."""
 
+import ctypes
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overspill.compute import cpu_kernel
 from overspill.compute.activation_form import Form, Function
-from overspill.compute.cpu_kernel import ExpertRows, kernel_forward
+from overspill.compute.cpu_kernel import ExpertRows, GroupArgs, kernel_forward
 from overspill.core.experts import ExpertShape
+from overspill.hardware.native import load_library
 from tests.compute.activations import activation_oracle
-from tests.compute.groups import BF16, FP32, TOLERANCE, every_dtype, every_isa, needs_native
+from tests.compute.groups import BF16, FP32, ISAS, TOLERANCE, every_dtype, needs_native
 from tests.compute.packed import FORMS, Packed, make_experts
 
 pytestmark = needs_native
 CLAMPED = Form(Function.CLAMPED, True)
 COUNTS = [(1, 0, 4), (2, 3, 1), (8, 5, 0), (9, 33, 2)]
 """On both sides of 4 (token rows that are multiplied at once) and of 8 (more are unpacked)."""
+
+EMULATED = ["emulated avx512bf16"] if ISAS and ISAS[-1] == "avx512" else []
+
+
+@pytest.fixture(params=[*ISAS, *EMULATED])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An instruction set; AVX512-BF16 is emulated if this CPU has AVX-512 but not it."""
+    name = str(request.param)
+    if name in EMULATED:
+        source = Path(__file__).with_name("emulated_bf16.cpp")
+        library = load_library(source, "cpu-experts-emulated")
+        assert library is not None
+        library.overspill_compute.argtypes = [ctypes.POINTER(GroupArgs)]
+        library.overspill_compute.restype = None
+        monkeypatch.setattr(cpu_kernel, "loaded_library", lambda: library)
+        monkeypatch.setattr(cpu_kernel, "cpu_isa", lambda: "avx512bf16")
+    return name.removeprefix("emulated ")
 
 
 def compute(
@@ -54,7 +75,6 @@ def assert_near(got: Tensor, expected: Tensor, tolerance: float) -> None:
     assert float((got.double() - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
-@every_isa
 @every_dtype
 @pytest.mark.parametrize("name", FORMS)
 def test_every_format_follows_float64(name: str, isa: str, dtype: torch.dtype) -> None:
@@ -75,7 +95,6 @@ def test_every_format_follows_float64(name: str, isa: str, dtype: torch.dtype) -
         assert_near(got, oracle(packed, x, counts, form), 2 * TOLERANCE[dtype])
 
 
-@every_isa
 @pytest.mark.parametrize("name", ["nvfp4", "int4-zeros", "mxfp8"])
 @pytest.mark.parametrize(
     "form",
@@ -91,7 +110,6 @@ def test_activations_and_biases_are_those_of_plain_experts(name: str, form: Form
         assert_near(got, oracle(packed, x, counts, form), 2 * TOLERANCE[FP32])
 
 
-@every_isa
 def test_rows_of_gpt_oss_end_within_a_block(isa: str) -> None:
     torch.manual_seed(2)
     packed = make_experts("mxfp4-stack", ExpertShape(2880, 32, True, True, True), 1, split=False)
@@ -100,7 +118,6 @@ def test_rows_of_gpt_oss_end_within_a_block(isa: str) -> None:
     assert_near(got, oracle(packed, x, (3,), CLAMPED), 2 * TOLERANCE[BF16])
 
 
-@every_isa
 @pytest.mark.parametrize("name", ["mxfp4", "int4-zeros", "fp8-block", "fp8-channel"])
 def test_an_expert_does_not_depend_on_threads_rows_or_other_experts(name: str, isa: str) -> None:
     torch.manual_seed(3)
@@ -118,7 +135,6 @@ def test_an_expert_does_not_depend_on_threads_rows_or_other_experts(name: str, i
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-@every_isa
 @every_dtype
 def test_subnormal_codes_and_extreme_scales_count(isa: str, dtype: torch.dtype) -> None:
     # codes of e4m3 below 8 are subnormal; the largest scales are those of powers near 2**120

@@ -239,18 +239,23 @@ inline void transpose_block(const float* from, int64_t from_stride, float* to, i
 
 // The loops that compilers vectorize themselves.
 
-// Numbers of some types as float32.
+// Numbers of a type as float32.
+template <int32_t TYPE>
+INLINE void read_type(const char* from, int64_t first, int64_t count, float* __restrict to) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = number(TYPE, from, first + i);
+}
+
 INLINE void read_numbers_body(int32_t type, const char* from, int64_t first, int64_t count,
-                              float* __restrict to) {
-    if (type == E8M0) {
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i)
-            to[i] = e8m0_value(number_at<uint8_t>(from, first + i));
-    } else if (type == BF16) {
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) to[i] = number(BF16, from, first + i);
-    } else {
-        for (int64_t i = 0; i < count; ++i) to[i] = number(type, from, first + i);
+                              float* to) {
+    switch (type) {
+        case E8M0: return read_type<E8M0>(from, first, count, to);
+        case E4M3: return read_type<E4M3>(from, first, count, to);
+        case BF16: return read_type<BF16>(from, first, count, to);
+        case F16: return read_type<F16>(from, first, count, to);
+        case F32: return read_type<F32>(from, first, count, to);
+        case I8: return read_type<I8>(from, first, count, to);
+        case I16: return read_type<I16>(from, first, count, to);
     }
 }
 

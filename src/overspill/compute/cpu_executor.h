@@ -12,6 +12,7 @@ constexpr int64_t FEW_ROWS = 32;           // up to here reading the weights tak
 constexpr int64_t MANY_ROWS = 128;         // above it loading the tokens takes longest
 constexpr int64_t MIN_STREAM = 8 << 10;    // bytes of contiguous weights that prefetchers follow
 constexpr int64_t MAX_TASK_TILES = 4;      // height of a forward task
+constexpr int64_t MAX_TASK_ROWS = 256;     // the same, with few tokens and without AMX tiles
 constexpr int64_t MAX_SCRATCH = 64 << 20;  // bytes: larger groups are divided
 
 // Assigns an expert its arrays, beginning at `at`, and advances `at`.
@@ -37,16 +38,17 @@ void assign_scratch(const Group& group, ExpertRows& own, char*& at) {
 // share the loads of the tokens. Every thread should get several tasks, and prefetched weights must
 // fit the L2 cache. Results do not depend on it.
 int64_t task_height(const Request& request, int64_t height, int64_t row_bytes, int64_t gates) {
-    int64_t rows = 0, streams = STREAMS;
+    int64_t rows = 0, streams = STREAMS, limit = MAX_TASK_ROWS;
     for (const ExpertRows& own : request.experts) {
         rows = most(rows, own.rows);
         if (own.tiled) streams = TILE;
     }
+    if (streams == TILE || rows > FEW_ROWS) limit = MAX_TASK_TILES * TILE;
     const int64_t wanted = rows > MANY_ROWS  ? MAX_TASK_TILES * TILE
                            : rows > FEW_ROWS ? 2 * TILE
                                              : streams * pieces(MIN_STREAM, row_bytes);
     int64_t found = streams;
-    while (2 * found <= least(wanted, MAX_TASK_TILES * TILE)) {
+    while (2 * found <= least(wanted, limit)) {
         const int64_t tasks = int64_t(request.experts.size()) * height / (2 * found);
         const int64_t bytes = 2 * found * gates * row_bytes;
         if (tasks < 4 * request.group.threads || bytes > MAX_PREFETCH) break;

@@ -8,7 +8,8 @@
 namespace {
 
 constexpr int64_t FUSED_ROWS = 8;   // token rows of an expert up to which its codes are multiplied
-constexpr int CODE_STREAMS = 4;     // rows of codes that are read in turn
+constexpr int64_t MOST_TOKENS = 4;  // that codes are multiplied with at once
+constexpr int64_t SCALED_ROWS = 16; // rows whose scales are read at once
 
 // Whether products of codes and token rows exist for all matrices of a tensor.
 bool can_order(const PackedExpert& format, int tensor, int isa) {
@@ -18,13 +19,10 @@ bool can_order(const PackedExpert& format, int tensor, int isa) {
         if (format.pieces[i].tensor != tensor) continue;
         const PackedMatrix& matrix = format.pieces[i].matrix;
         if (matrix.code_type != like.code_type || matrix.unit != like.unit) return false;
-        const int64_t words = matrix.group / 8;
-        const bool one = matrix.groups() == 1, whole = matrix.group % 8 == 0;
-        if (matrix.code_type != NIBBLES) {
-            if (matrix.zeros >= 0 || !(one || matrix.group % 16 == 0)) return false;
-        } else if (matrix.columns % 8 || !(one || (whole && !(words & (words - 1))))) {
-            return false;
-        }
+        const bool nibbles = matrix.code_type == NIBBLES;
+        const bool power = matrix.group >= (nibbles ? 8 : 16) && !(matrix.group & (matrix.group - 1));
+        if (matrix.groups() > 1 && !power) return false;
+        if (nibbles ? matrix.columns % 8 != 0 : matrix.zeros >= 0) return false;
     }
     return true;
 }
@@ -36,7 +34,8 @@ INLINE void order_numbers(const PackedMatrix& matrix, const T* from, int64_t fir
     float* const floats = reinterpret_cast<float*>(token);
     if (matrix.code_type != NIBBLES) {
         const float unit = matrix.code_type == E4M3_CODES ? 256.0f : 1.0f;  // as `halves` says
-        for (int64_t i = 0; i < count; ++i) floats[first + i] = load(from + i) * unit;
+        for (int64_t i = 0; i < count; ++i)
+            Codes::put_number(matrix.code_type, first + i, load(from + i) * unit, token);
         return;
     }
     auto* const to = reinterpret_cast<typename Codes::Token*>(token);
@@ -70,41 +69,77 @@ void order_task(const Group& group, const ExpertRows& own, int64_t index) {
     }
 }
 
-// Products of `count` rows of a matrix with all token rows of an expert: c[row][token].
+// Scales of some rows of a packed matrix: of each row its groups, without the factor.
+template <class Isa>
+void rows_of_numbers(const PackedMatrix& matrix, int32_t type, const char* from, int64_t first,
+                     int64_t count, float* to) {
+    const int64_t groups = matrix.groups(), block = matrix.row_block;
+    if (block == 1) return read_row<Isa>(type, from, first * groups, count * groups, to);
+    for (int64_t at = 0; at < count; ++at, to += groups) {
+        if (at == 0 || (first + at) % block == 0)
+            read_row<Isa>(type, from, (first + at) / block * groups, groups, to);
+        else
+            std::memcpy(to, to - groups, groups * 4);
+    }
+}
+
+// Products of `count` rows of a matrix with all token rows of an expert: c[row][token]. `after` are
+// codes that are read next; may be null.
 template <class T, class Isa>
 void fused_rows(const PackedMatrix& matrix, const char* record, int64_t first, int64_t count,
-                const char* tokens, int64_t n_tokens, float* c) {
+                const char* tokens, int64_t n_tokens, float* c, const char* after) {
     static thread_local Scratch scratch;
-    const Columns columns(matrix, 0, matrix.columns);
-    const int64_t room = padded(columns.groups + TILE, TILE);
+    constexpr int64_t ROWS = Isa::Codes::ROWS;
+    const int64_t groups = matrix.groups(), room = padded(SCALED_ROWS * groups + TILE, TILE);
     float* const scales = reinterpret_cast<float*>(scratch.take(room * 8));
     float* const zeros = matrix.zeros < 0 ? nullptr : scales + room;
     std::memset(scales, 0, room * 8);  // no NaN where numbers are not used
     int shift = 62;
-    if (columns.groups > 1)
-        for (shift = 0; matrix.group >> shift > 8;) ++shift;
-    CodeRow row{nullptr, matrix.columns, scales, zeros, shift, matrix.group, &matrix, nullptr,
-                ordered_bytes(matrix.columns), IN_FLIGHT * LINE};
-    const float factor = matrix.factor < 0 ? 1.0f : factor_of(matrix, record);
-    const auto one = [&](int64_t at) {
-        row_scales<Isa>(matrix, record, first + at, columns, scales);
+    if (groups > 1) {
+        const int64_t size = matrix.code_type == NIBBLES ? matrix.group / 8 : matrix.group;
+        for (shift = 0; size >> shift > 1;) ++shift;
+    }
+    CodeRows rows{};
+    rows.matrix = &matrix;
+    rows.columns = matrix.columns;
+    rows.row_bytes = matrix.row_bytes();
+    rows.shift = shift;
+    rows.token_stride = ordered_bytes(matrix.columns);
+    for (int64_t top = 0; top < count; top += SCALED_ROWS) {
+        const int64_t some = least(SCALED_ROWS, count - top);
+        rows_of_numbers<Isa>(matrix, matrix.scale_type, record + matrix.scales, first + top, some,
+                             scales);
+        const bool few = some < ROWS;
+        rows.code_stride = few ? 0 : rows.row_bytes;
+        rows.scale_stride = few ? 0 : groups;
+        rows.sum_stride = few ? 0 : n_tokens;
         if (zeros) {
-            row_zeros<Isa>(matrix, record, first + at, columns, zeros);
-            for (int64_t i = 0; i < columns.groups; ++i) zeros[i] *= scales[i];
+            rows_of_numbers<Isa>(matrix, matrix.zero_type, record + matrix.zeros, first + top,
+                                 some, zeros);
+            for (int64_t i = 0; i < some * groups; ++i) zeros[i] *= scales[i];
         }
-        row.codes = matrix.codes_of(record, first + at);
-        float* const to = c + at * n_tokens;
-        for (int64_t m = 0; m < n_tokens; m += 4) {
-            row.tokens = tokens + m * row.token_bytes;
-            dot_some<4, typename Isa::Codes>(row, n_tokens - m, to + m);
+        for (int64_t m = 0; m < n_tokens; m += MOST_TOKENS) {
+            const int64_t now = least(MOST_TOKENS, n_tokens - m);
+            rows.tokens = tokens + m * rows.token_stride;
+            for (int64_t next = 0; next < some; next += few ? 1 : ROWS) {
+                // If rows are left over at the end, earlier ones are multiplied again.
+                const int64_t row = few ? next : least(next, some - ROWS);
+                const int64_t stop = top + row + ROWS;
+                rows.codes = matrix.codes_of(record, first + top + row);
+                rows.next = stop < count ? matrix.codes_of(record, first + stop)
+                            : after      ? reinterpret_cast<const uint8_t*>(after)
+                                         : rows.codes;
+                rows.scales = scales + row * groups;
+                rows.zeros = zeros ? zeros + row * groups : nullptr;
+                rows.sums = c + (top + row) * n_tokens + m;
+                dot_some<MOST_TOKENS, typename Isa::Codes>(rows, now);
+            }
         }
-        for (int64_t m = 0; matrix.factor >= 0 && m < n_tokens; ++m)
-            to[m] = matrix.divides ? to[m] / factor : to[m] * factor;
-    };
-    const int64_t apart = count / CODE_STREAMS;
-    for (int64_t i = 0; i < apart; ++i)
-        for (int64_t stream = 0; stream < CODE_STREAMS; ++stream) one(stream * apart + i);
-    for (int64_t at = apart * CODE_STREAMS; at < count; ++at) one(at);
+    }
+    if (matrix.factor < 0) return;
+    const float factor = factor_of(matrix, record);
+    for (int64_t i = 0; i < count * n_tokens; ++i)
+        c[i] = matrix.divides ? c[i] / factor : c[i] * factor;
 }
 
 // The weights of some outputs of a tensor, unpacked in memory of this thread: valid until the next
@@ -135,10 +170,10 @@ const T* unpacked_rows(const Group& group, const ExpertRows& own, int tensor, in
 }
 
 // c[output][row] of `count` outputs of a tensor from `first` on. `x` are the token rows if they are
-// not ordered.
+// not ordered, `after` is as above.
 template <class T, class Isa>
 void packed_product(const Group& group, const ExpertRows& own, int tensor, int64_t first,
-                    int64_t count, const T* x, int64_t x_stride, float* c) {
+                    int64_t count, const T* x, int64_t x_stride, float* c, const char* after) {
     const int64_t rows = own.rows, k = tensor == W_IN ? group.d : group.h;
     if constexpr (Isa::Codes::FUSED) {
         if (own.fused && group.ordered[tensor]) {
@@ -147,7 +182,9 @@ void packed_product(const Group& group, const ExpertRows& own, int tensor, int64
                 const PackedPiece& piece = group.format->piece_of(tensor, first + at);
                 const int64_t stop = least(count, piece.first + piece.count - first);
                 fused_rows<T, Isa>(piece.matrix, record, first + at - piece.first, stop - at,
-                                   tensor == W_IN ? own.x_tiles : own.a, rows, c + at * rows);
+                                   tensor == W_IN ? own.x_tiles : own.a, rows, c + at * rows,
+                                   stop < count ? group.format->row(record, tensor, first + stop)
+                                                : after);
                 at = stop;
             }
             return;

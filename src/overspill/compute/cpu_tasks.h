@@ -104,7 +104,9 @@ class Tasks {
             const bool ahead = group.backward || range->expert->rows > 2 * TILE;
             const int64_t following = ahead ? take(cursor) : total;
             Prefetch weights;
-            if (following < total) weights = weights_of(*range_of(range, following), following);
+            // Products of codes prefetch the beginning of a task that this thread probably gets.
+            const int64_t probable = range->expert->fused ? find(cursor) : following;
+            if (probable < total) weights = weights_of(*range_of(range, probable), probable);
             if (request.inject) request.inject();
             if (range->before) await_range(*range->before, weights_of(*range, task));
             request.function(group, *range->expert, range->phase, task - range->first, weights);
@@ -152,18 +154,29 @@ class Tasks {
     // gets the same ones for the same group if none is behind, so that their weights may be in its
     // cache. All tasks of a phase are taken before those of the next one.
     int64_t take(Cursor& at) {
+        while (find(at) < total) {
+            const int64_t own = task_at(at, taken_at(at).fetch_add(1, std::memory_order_relaxed));
+            if (own < ends[at.phase]) return own;
+        }
+        return total;
+    }
+
+    // The task that take() will return, unless another thread takes it first.
+    int64_t find(Cursor& at) const {
         for (; at.phase < PHASES; ++at.phase, at.offset = 0)
             for (; at.offset < threads; ++at.offset) {
-                const int owner = (pool_index + at.offset) % threads;
-                std::atomic<int32_t>& count = taken[at.phase * threads + owner];
-                const auto task = [&](int64_t number) {
-                    return first(at.phase) + owner + number * threads;
-                };
-                if (task(count.load(std::memory_order_relaxed)) >= ends[at.phase]) continue;
-                const int64_t own = task(count.fetch_add(1, std::memory_order_relaxed));
-                if (own < ends[at.phase]) return own;
+                const int64_t task = task_at(at, taken_at(at).load(std::memory_order_relaxed));
+                if (task < ends[at.phase]) return task;
             }
         return total;
+    }
+
+    int owner(const Cursor& at) const { return (pool_index + at.offset) % threads; }
+    std::atomic<int32_t>& taken_at(const Cursor& at) const {
+        return taken[at.phase * threads + owner(at)];
+    }
+    int64_t task_at(const Cursor& at, int64_t number) const {
+        return first(at.phase) + owner(at) + number * threads;
     }
 
     void restart() {

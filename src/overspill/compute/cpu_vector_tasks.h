@@ -111,9 +111,11 @@ void add_low_rank(const Group& group, const ExpertRows& own, int tensor, int64_t
         }
 }
 
-// Some hidden units (into the activation, [R, H]), or some columns of y.
+// Some hidden units (into the activation, [R, H]), or some columns of y. Packed weights of the next
+// task are prefetched.
 template <class T, class Isa>
-void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t index) {
+void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
+                  const Prefetch& next) {
     const bool hidden = phase == HIDDEN;
     const int64_t size = hidden ? group.hidden_per_task : group.output_per_task;
     const int64_t rows = own.rows, first = index * size;
@@ -140,7 +142,10 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
         float* const sums = c + part * part_size;
         if (group.format)
             packed_product<T, Isa>(group, own, hidden ? W_IN : W_OUT, output, width, x, x_stride,
-                                   sums);
+                                   sums,
+                                   part + 1 < parts
+                                       ? group.format->row(own.record, W_IN, group.h + first)
+                                       : next.row);
         else
             product<T, Isa>(group.transposed, weights, outputs, k, output, width, x, x_stride,
                             rows, sums);
@@ -173,16 +178,17 @@ void forward_task(const Group& group, const ExpertRows& own, int phase, int64_t 
 
 // Tasks of experts with packed weights.
 template <class T, class Isa>
-void packed_task(const Group& group, const ExpertRows& own, int phase, int64_t index, Prefetch&) {
+void packed_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
+                 Prefetch& next) {
     phase == PACK ? order_task<T, Isa>(group, own, index)
-                  : forward_task<T, Isa>(group, own, phase, index);
+                  : forward_task<T, Isa>(group, own, phase, index, next);
 }
 
 template <class T, class Isa>
 void vector_task(const Group& group, const ExpertRows& own, int phase, int64_t index,
                  Prefetch& next) {
     using Products = VectorProducts<T, Isa>;
-    if (!group.backward) return forward_task<T, Isa>(group, own, phase, index);
+    if (!group.backward) return forward_task<T, Isa>(group, own, phase, index, next);
     phase == HIDDEN ? backward_block<Products>(group, own, index, next)
                     : dx_task<Products>(group, own, index);
 }
