@@ -1,7 +1,9 @@
 """Requests leave nothing behind: what is kept of them has a limit."""
 
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,34 +23,42 @@ def unique_prompts(draw: random.Random, count: int) -> list[list[int]]:
     return [draw.choices(range(VOCABULARY), k=draw.randint(8, 20)) for _ in range(count)]
 
 
+def held_when_idle(background: Background) -> int:
+    """Its thread may still hold the requests of the last batch for a moment."""
+    found = [items_held(background)]
+    for _ in range(3):
+        time.sleep(0.1)
+        found.append(items_held(background))
+    return min(found)
+
+
 @pytest.mark.parametrize("prompts", [1_200, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_unique_prompts_leave_nothing_in_the_loop(prompts: int) -> None:
     """Twice as many: 100,000 in the slow row."""
     served, draw = Served(), random.Random(0)
     background = Background(served.loop)
 
+    def submit(prompt: list[int], number: int) -> Any:
+        params = SamplingParams(max_tokens=2, stop="a")
+        stream = TextStream(None, params.stops)
+        return background.submit(Request(prompt, params, stream, 1 + number % 2), None)
+
     def work() -> int:
         for _ in range(prompts // _WAVE):
-            submissions = [
-                background.submit(
-                    Request(prompt, params := SamplingParams(max_tokens=2, stop="a"),
-                            TextStream(None, params.stops), 1 + number % 2),
-                    None,
-                )
-                for number, prompt in enumerate(unique_prompts(draw, _WAVE))
-            ]  # fmt: skip
+            prompts_of_wave = enumerate(unique_prompts(draw, _WAVE))
+            submissions = [submit(prompt, number) for number, prompt in prompts_of_wave]
             submissions[3].cancel()
             for number, each in enumerate(submissions):
                 if number != 3:
                     each.result(60)
         served.loop.run_until(lambda: not served.loop.has_changes)
         served.pool.check_conserved()
-        return items_held(background)
+        return held_when_idle(background)
 
     try:
         first = work()
         assert served.pool.n_free == served.pool.n_blocks
-        # the last batch may hold its requests, or not; a leak has an item for each prompt
+        # a leak has an item for each prompt
         assert work() <= first + prompts // 2
     finally:
         background.close()
