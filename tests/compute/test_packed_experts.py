@@ -14,10 +14,12 @@ from overspill.compute import cpu_kernel
 from overspill.compute.activation_form import Form, Function
 from overspill.compute.cpu_kernel import ExpertRows, GroupArgs, kernel_forward
 from overspill.core.experts import ExpertShape
+from overspill.core.packing import Kind, Scheme
 from overspill.hardware.native import load_library
 from tests.compute.activations import activation_oracle
 from tests.compute.groups import BF16, FP32, ISAS, TOLERANCE, every_dtype, needs_native
 from tests.compute.packed import FORMS, Packed, make_experts
+from tests.compute.packed import Form as PackedForm
 
 pytestmark = needs_native
 CLAMPED = Form(Function.CLAMPED, True)
@@ -116,6 +118,21 @@ def test_rows_of_gpt_oss_end_within_a_block(isa: str) -> None:
     x = torch.randn(3, 2880).to(BF16)
     got = compute(packed, x, (3,), isa, CLAMPED)
     assert_near(got, oracle(packed, x, (3,), CLAMPED), 2 * TOLERANCE[BF16])
+
+
+@every_dtype
+@pytest.mark.parametrize("block", [(24, 16), (128, 128)], ids=str)
+def test_rows_share_scales(
+    block: tuple[int, int], isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    monkeypatch.setitem(FORMS, "blocks", PackedForm(Scheme(Kind.E4M3, block, 8), FP32))
+    packed = make_experts("blocks", ExpertShape(336, 200, True), 3)
+    form = Form.usual(True)
+    for counts in COUNTS:
+        x = torch.randn(sum(counts), 336).to(dtype)
+        got = compute(packed, x, counts, isa, form)
+        assert_near(got, oracle(packed, x, counts, form), 2 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "int4-zeros", "fp8-block", "fp8-channel"])

@@ -39,7 +39,7 @@ struct CodeRows {
         const int64_t ahead = at + IN_FLIGHT / W * LINE;
         const uint8_t* from = ahead < row_bytes ? codes + ahead : next + (ahead - row_bytes);
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) __builtin_prefetch(from + w * code_stride, 0, 2);
+        for (int w = 0; w < W; ++w) __builtin_prefetch(from + w * code_stride, 0, 3);
     }
     // Sums of words of a token row.
     const float* word_sums(int m) const { return token(m) + padded(columns, ORDERED); }
@@ -257,7 +257,8 @@ struct Avx512Dots : Avx512Codes {
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w)
 #pragma GCC unroll 4
-            for (int m = 0; m < M; ++m) rows.sums[w * rows.sum_stride + m] = _mm512_reduce_add_ps(total[w][m]);
+            for (int m = 0; m < M; ++m)
+                rows.sums[w * rows.sum_stride + m] = _mm512_reduce_add_ps(total[w][m]);
     }
 
     template <int W, int M>
@@ -276,14 +277,14 @@ struct Avx512Dots : Avx512Codes {
             }
 #pragma GCC unroll 4
             for (int m = 0; m < M; ++m) {
-                __m512 numbers = _mm512_loadu_ps(rows.token(m) + block * 128 + j * 16);
-                asm("" : "+v"(numbers));  // stays in a register
+                const __m512 numbers = _mm512_loadu_ps(rows.token(m) + block * 128 + j * 16);
 #pragma GCC unroll 4
                 for (int w = 0; w < W; ++w)
                     part[w][m] = _mm512_fmadd_ps(weight[w], numbers, part[w][m]);
             }
         }
-        add_block<W, M>(rows, block, block * 16 >> rows.shift, spread, part, total);
+        const int64_t group = block * 16 >> rows.shift;
+        add_block<W, M>(rows, block, group, spread, part, total);
     }
 
     template <int W, int M>
@@ -334,8 +335,7 @@ struct Avx512Dots : Avx512Codes {
                     weight[w][i], _mm512_set1_ps(rows.scales[w * rows.scale_stride + group]));
 #pragma GCC unroll 4
             for (int m = 0; m < M; ++m) {
-                __m512 numbers = _mm512_loadu_ps(rows.token(m) + at + 16 * i);
-                asm("" : "+v"(numbers));  // stays in a register
+                const __m512 numbers = _mm512_loadu_ps(rows.token(m) + at + 16 * i);
 #pragma GCC unroll 4
                 for (int w = 0; w < W; ++w)
                     total[w][m] = _mm512_fmadd_ps(weight[w][i], numbers, total[w][m]);
@@ -398,7 +398,8 @@ struct Bf16Dots : Avx512Dots {
                         _mm512_dpbf16_ps(part[w][m], (__m512bh)weight[w], (__m512bh)numbers);
             }
         }
-        add_block<W, M>(rows, block, block * 16 >> rows.shift, spread, part, total);
+        const int64_t group = block * 16 >> rows.shift;
+        add_block<W, M>(rows, block, group, spread, part, total);
     }
 
     template <int W, int M>
@@ -417,14 +418,15 @@ struct Bf16Dots : Avx512Dots {
     }
 
     INLINE void put_number(int32_t code_type, int64_t column, float number, char* token) {
-        if (code_type != E4M3_CODES) return Avx512Dots::put_number(code_type, column, number, token);
-        const int64_t at = column % 64;
-        store_rounded(reinterpret_cast<uint16_t*>(token) + column - at + at % 2 * 32 + at / 2, number);
+        if (code_type != E4M3_CODES)
+            return Avx512Dots::put_number(code_type, column, number, token);
+        const int64_t at = column % 64, place = column - at + at % 2 * 32 + at / 2;
+        store_rounded(reinterpret_cast<uint16_t*>(token) + place, number);
     }
 
-    // Codes of e4m3 in the low bytes of words: `size` has their lowest seven bits in bits 4 to 10,
-    // `code` in bits 0 to 6, `sign` their sign in bit 15. Without their unit, as `halves`: the bits
-    // of the exponent are moved, and subnormal codes, which the products would flush, looked up.
+    // Values of codes of e4m3 in words, without their unit, as `halves`. `size` has the bits of a
+    // code without its sign from bit 4 on, `code` from bit 0 on, `sign` has the sign in bit 15. The
+    // bits of exponents are moved; subnormal codes, which the products would flush, are looked up.
     TARGET_BF16 INLINE __m512i bf16_of_e4m3(__m512i size, __m512i code, __m512i sign,
                                             __mmask32 subnormal, __m512i table) {
         const __m512i moved = _mm512_ternarylogic_epi32(size, _mm512_set1_epi16(0x07f0),
@@ -444,10 +446,12 @@ struct Bf16Dots : Avx512Dots {
         for (int w = 0; w < W; ++w) {
             const __m512i codes =
                 _mm512_maskz_loadu_epi8(columns, rows.codes + w * rows.code_stride + at);
+            const __mmask32 first = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x0078));
+            const __mmask32 second = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x7800));
             even[w] = bf16_of_e4m3(_mm512_slli_epi16(codes, 4), codes, _mm512_slli_epi16(codes, 8),
-                                   _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x0078)), table);
+                                   first, table);
             odd[w] = bf16_of_e4m3(_mm512_srli_epi16(codes, 4), _mm512_srli_epi16(codes, 8), codes,
-                                  _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x7800)), table);
+                                  second, table);
         }
         __m512 part[W][M] = {};
 #pragma GCC unroll 4

@@ -20,8 +20,9 @@ bool can_order(const PackedExpert& format, int tensor, int isa) {
         const PackedMatrix& matrix = format.pieces[i].matrix;
         if (matrix.code_type != like.code_type || matrix.unit != like.unit) return false;
         const bool nibbles = matrix.code_type == NIBBLES;
-        const bool power = matrix.group >= (nibbles ? 8 : 16) && !(matrix.group & (matrix.group - 1));
-        if (matrix.groups() > 1 && !power) return false;
+        const int64_t group = matrix.group, smallest = nibbles ? 8 : 16;
+        const bool fits = group >= smallest && !(group & (group - 1));  // a power of two
+        if (matrix.groups() > 1 && !fits) return false;
         if (nibbles ? matrix.columns % 8 != 0 : matrix.zeros >= 0) return false;
     }
     return true;
@@ -69,17 +70,17 @@ void order_task(const Group& group, const ExpertRows& own, int64_t index) {
     }
 }
 
-// Scales of some rows of a packed matrix: of each row its groups, without the factor.
+// Scales or zero points of some rows of a packed matrix: of each row those of its groups.
 template <class Isa>
 void rows_of_numbers(const PackedMatrix& matrix, int32_t type, const char* from, int64_t first,
                      int64_t count, float* to) {
     const int64_t groups = matrix.groups(), block = matrix.row_block;
     if (block == 1) return read_row<Isa>(type, from, first * groups, count * groups, to);
-    for (int64_t at = 0; at < count; ++at, to += groups) {
-        if (at == 0 || (first + at) % block == 0)
-            read_row<Isa>(type, from, (first + at) / block * groups, groups, to);
-        else
-            std::memcpy(to, to - groups, groups * 4);
+    for (int64_t at = 0; at < count;) {
+        const int64_t row = first + at, stop = least(count, at + block - row % block);
+        float* const here = to + at * groups;
+        read_row<Isa>(type, from, row / block * groups, groups, here);
+        while (++at < stop) std::memcpy(to + at * groups, here, groups * 4);
     }
 }
 
