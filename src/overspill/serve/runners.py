@@ -16,6 +16,7 @@ from overspill.models.attention_cache import IN_USE, ReplacedAttention, attentio
 from overspill.models.gpt import GPTMoE
 from overspill.models.huggingface.recurrent import RecurrentStates
 from overspill.models.huggingface.relative import RelativeAttention
+from overspill.models.huggingface.rotary import FixedRotary
 from overspill.models.huggingface.seq2seq import EncoderDecoder, is_encoder_decoder
 from overspill.models.huggingface.sparse import SparseAttention
 from overspill.moe.engine import Engine
@@ -130,8 +131,8 @@ class PagedRunner(Runner):
         if has_states(model):
             states = RecurrentStates(model, max_batch)
             self._slots = StateSlots(states, max_batch, block_size, checkpoints)
-        replaced = self._seq2seq, states, SparseAttention(model), RelativeAttention(model)
-        self._replacements = [each for each in replaced if each is not None]
+        others = SparseAttention(model), RelativeAttention(model), FixedRotary(model)
+        self._replacements = [each for each in (self._seq2seq, states, *others) if each is not None]
         self._version = WeightsVersion(model)
         self._engine.servers.add(self)  # last: a failure leaves the model to others
 
