@@ -248,6 +248,8 @@ class _Kept:
 
     def __init__(self, nothing: Tensor, n_layers: int) -> None:
         self.layers = [self] * n_layers
+        # transformers from 5.23 on reads what kind of attention each layer has: a full one
+        self.is_sliding = self.is_linear = self.is_dummy = [False] * n_layers
         self.keys = self.values = nothing
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
