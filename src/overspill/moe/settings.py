@@ -80,7 +80,7 @@ class Settings(Switches, RoutingFix):
     """With several ranks, how backward gets the token rows that forward has received: other ranks
     "send" them again, they "keep" memory of the device until then, or "auto": they are kept if
     the exchange takes longest by measured speeds and they need little of the free memory."""
-    prompt_replicas: bool = True
+    prompt_replicas: bool = False
     """In serving, let prompts copy experts that decoding keeps on the GPU from there, instead of
     uploading them again."""
     max_rows: Count | None = None
