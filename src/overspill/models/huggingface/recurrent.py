@@ -159,13 +159,15 @@ class RecurrentStates:
             continued: ContinuedMamba | None = None
             changed: AbstractContextManager[None] = nullcontext()
             if not group.fresh:
-                for key, states in self._memory[module].items():
-                    _put(cache, key, states[group.slots_N])
+                states = {key: each[group.slots_N] for key, each in self._memory[module].items()}
                 if type(module).__name__ == _EMPTY and group.rows_NT.shape[1] > 1:
-                    state = self._memory[module]["recurrent", 0][group.slots_N]
-                    continued = ContinuedMamba(module, state)
+                    continued = ContinuedMamba(module, states["recurrent", 0])
                     changed = continued.hooked()
-                elif group.in_prompt and group.rows_NT.shape[1] == 1 and limits_steps(module):
+                    # empty, whether or not the module would use it
+                    states["recurrent", 0] = torch.zeros_like(states["recurrent", 0])
+                for key, state in states.items():
+                    _put(cache, key, state)
+                if group.in_prompt and group.rows_NT.shape[1] == 1 and limits_steps(module):
                     changed = limited_steps(module)
             bound.arguments |= {
                 first: row_1TD[0][group.rows_NT],
