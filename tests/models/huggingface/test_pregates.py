@@ -255,6 +255,9 @@ def test_reentrant_checkpoints_are_refused() -> None:
 def test_generation_with_a_cache(name: str, tmp_path: Path) -> None:
     family = DEEP_BY_NAME[name]
     model = make_model(family).eval()
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):
+            module.expert_capacity = 64  # transformers from 5.22 on counts tokens of a pass
     ids = make_batch(family, model)["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     conventional = model.generate(ids, **options)
