@@ -16,6 +16,7 @@ from overspill.core.experts import ExpertId, ExpertShape
 from overspill.core.packing import QUANTIZATIONS, Kind
 from overspill.models.budgets import Budgets
 from overspill.models.huggingface.adapt import adapt
+from overspill.models.huggingface.dictionaries import cast_routers
 from overspill.models.huggingface.load import random_dense
 from overspill.models.huggingface.packed.quantized import build_format
 from overspill.models.offload import move_experts
@@ -105,6 +106,7 @@ def random_model(config: Any, name: str, ranks: LowRanks = NO_LOW_RANKS, **given
 
     def finish() -> None:
         made.restore(model)
+        cast_routers(model)
         adapt(model, made.layers)
 
     source = RepeatedExperts(shape) if name == PLAIN else RandomExperts(shape, name)

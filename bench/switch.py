@@ -354,7 +354,7 @@ def run_nllb_ssd(bench: Bench) -> list[Path]:
     return _run_from_disk(bench, "serve-nllb-ssd", bench.shape("nllb-moe-54b"), FROM_DISK)
 
 
-def _run_from_disk(bench: Bench, name: str, shape: Shape, modes: Sequence[str]) -> list[Path]:
+def _run_from_disk(bench: Bench, name: str, shape: Shape, modes: tuple[str, ...]) -> list[Path]:
     """All experts on disk, with room in host memory for a quarter of the decoder's."""
     assert bench.disk is not None
     shape = within_disk(shape, bench.disk, bench.blocks)
@@ -363,9 +363,8 @@ def _run_from_disk(bench: Bench, name: str, shape: Shape, modes: Sequence[str]) 
     slots = max(4, shape.n_experts // 8)
     model = build(shape, disk=bench.disk, mode="disk", host_slots=slots)
     found: dict[str, list[ReadTokens]] = {mode: [] for mode in modes}
-    for number in range(bench.rounds):
-        for mode in modes:
-            found[mode].append(_read(bench, model, mode, shape, number))
+    for number, mode in enumerate(modes * bench.rounds):
+        found[mode].append(_read(bench, model, mode, shape, number))
     blocks, own = decoder_blocks(model), found[PRE_GATED]
     speeds = [each.speed * each.nbytes for each in own]
     metrics = {
@@ -407,7 +406,8 @@ def _run_from_disk(bench: Bench, name: str, shape: Shape, modes: Sequence[str]) 
 
 
 def _read(bench: Bench, model: Any, mode: str, shape: Shape, number: int) -> ReadTokens:
-    source = drawn(model, shape.top_k, 0.0)
+    """Each measurement has other experts: those of the one before are in host memory."""
+    source = drawn(model, shape.top_k, 0.0, number)
     tokens = min(bench.tokens, _FEW if mode == "prefetch-all" else _FROM_DISK)
     with (
         overspill.LLM(model, context=512, max_batch=1, slots=0, **flags_of(mode)) as llm,
@@ -536,7 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--blocks",
         type=int,
         default=64,
-        help="of each stack of nllb and the parts on disk, at most",
+        help="with experts in each stack of nllb (of 6) and the parts on disk (of 12), at most",
     )
     parser.add_argument("--routing", type=Path, help="recorded routing of gpt-oss, for cache")
     parser.add_argument("--disk", type=Path, help="folder for experts, for large-ssd and nllb-ssd")

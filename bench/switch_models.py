@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from packed_models import PLAIN, random_model
 from torch import Tensor
 
 import overspill
@@ -105,11 +106,8 @@ def build(shape: Shape, level: int = 1, **options: Any) -> Any:
     gc.collect()  # frees the model before this one, which has cycles: its memory would count
     torch.manual_seed(0)
     settings = overspill.Settings(residency=False, fix_nllb_routing=shape.is_nllb)
-    given: dict[str, Any] = {"slots": 2, "device": DEVICE, **options}
-    model = overspill.from_config(
-        shape.config(), dtype=torch.bfloat16, train=False, quiet=True, progress=False,
-        settings=settings, **given,
-    )  # fmt: skip
+    given: dict[str, Any] = {"slots": 2, "device": DEVICE, "settings": settings, **options}
+    model = random_model(shape.config(), PLAIN, **given)
     _vary(model)
     return overspill.pregate(model, level) if level else model
 
@@ -189,14 +187,14 @@ def in_turn(model: Any) -> StepRouting:
     return StepRouting(ids, model)
 
 
-def drawn(model: Any, top_k: int, exponent: float) -> StepRouting:
+def drawn(model: Any, top_k: int, exponent: float, seed: int = 0) -> StepRouting:
     """Routing drawn by Zipf's law: the n-th most used expert of a block, another one in each, has a
     share of n^-exponent. With 0 every expert is as likely as any other."""
     blocks, count = decoder_blocks(model), model.overspill.n_experts
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     ranks = [torch.randperm(count, generator=generator) for _ in range(blocks)]
     shares = [((1.0 + each.double()) ** -exponent).tolist() for each in ranks]
-    source = DrawnRouting(shares, top_k)
+    source = DrawnRouting(shares, top_k, seed)
     ids = [source(layer, _DRAWN, torch.device("cpu")) for layer in range(blocks)]
     return StepRouting(torch.stack(ids, dim=1), model)
 

@@ -170,5 +170,6 @@ def test_a_gpu_computes_packed_experts(name: str, tmp_path: Path) -> None:
     expected = outputs(eager, batch)
     model = load(tmp_path / "model.gguf", packed=True, device="cuda")
     found = outputs(model, {key: value.cuda() for key, value in batch.items()})
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+    # logits are up to 14, and those of the CPU 1.3e-5 from the ones in float64
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=3e-5)
     model.overspill.close()
