@@ -20,6 +20,7 @@ from tests.compute.activations import activation_oracle
 from tests.compute.groups import BF16, FP32, ISAS, TOLERANCE, every_dtype, needs_native
 from tests.compute.packed import FORMS, Packed, make_experts
 from tests.compute.packed import Form as PackedForm
+from tests.slow import slow_names
 
 pytestmark = needs_native
 CLAMPED = Form(Function.CLAMPED, True)
@@ -27,9 +28,10 @@ COUNTS = [(1, 0, 4), (2, 3, 1), (8, 5, 0), (9, 33, 2)]
 """On both sides of 4 (token rows that are multiplied at once) and of 8 (more are unpacked)."""
 
 EMULATED = ["emulated avx512bf16"] if ISAS and ISAS[-1] == "avx512" else []
+"""Slow, because a kernel is compiled for it. CPUs that have the instructions run the real one."""
 
 
-@pytest.fixture(params=[*ISAS, *EMULATED])
+@pytest.fixture(params=slow_names([*ISAS, *EMULATED], *EMULATED))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """An instruction set; AVX512-BF16 is emulated if this CPU has AVX-512 but not it."""
     name = str(request.param)
