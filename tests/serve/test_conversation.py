@@ -72,7 +72,9 @@ def test_calls_of_tools_have_arguments_and_no_text(llm: LLM, template: Any) -> N
     deep = {"id": "3", "function": {"name": "f", "arguments": "[" * 10**5}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [called, broken]}]
     text = text_of(llm, [*chat, {"role": "tool", "content": "2", "tool_call_id": "1"}])
-    assert text == '<user>hi<assistant>none[{"a": 1}]["{\\"a"]<tool>2<answer>'
+    # since transformers 5.23 templates get an empty text in place of none
+    calls = '[{"a": 1}]["{\\"a"]<tool>2<answer>'
+    assert text in (f"<user>hi<assistant>{none}{calls}" for none in ("none", ""))
     assert "[" * 10**5 in text_of(llm, [{"role": "assistant", "tool_calls": [deep]}])
 
 

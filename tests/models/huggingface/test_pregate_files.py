@@ -259,6 +259,12 @@ def test_adapters_are_added_after_pre_gates_and_saved_with_them_or_merged(tmp_pa
         torch.testing.assert_close(logits_of(again), expected)
 
 
+def skip_without_linear_routers(name: str, model: Any) -> None:
+    routers = [module for key, module in model.named_modules() if key.endswith(".router")]
+    if name == "jamba" and not any(isinstance(router, torch.nn.Linear) for router in routers):
+        pytest.skip("routers of Jamba are no linear layers in this version of transformers")
+
+
 @pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")  # peft, of experts
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -275,6 +281,7 @@ def test_adapters_of_gates_are_refused(name: str, options: dict[str, Any]) -> No
     peft = pytest.importorskip("peft")
     family = DEEP_BY_NAME.get(name) or BY_NAME[name]
     model = overspill.pregate(make_model(family))
+    skip_without_linear_routers(name, model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
     with pytest.raises(ConfigError, match=r"gate of .* was replaced by \w+ .*target_modules"):
         logits_of(adapted, family)
@@ -289,6 +296,7 @@ def test_adapters_elsewhere_are_those_of_the_merged_model(name: str, modules: An
     peft = pytest.importorskip("peft")
     family = DEEP_BY_NAME.get(name) or BY_NAME[name]
     model = overspill.pregate(make_model(family).eval())
+    skip_without_linear_routers(name, model)
     before = logits_of(model, family)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=modules))
     torch.manual_seed(0)

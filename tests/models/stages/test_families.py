@@ -74,6 +74,10 @@ def test_blocks_that_pass_more_than_hidden_states_are_refused(name: str, tmp_pat
 def test_keys_and_values_of_earlier_blocks_are_refused() -> None:
     config = BY_NAME["gemma4_text"].build()
     config.num_kv_shared_layers = 1
+    config.layer_types = [
+        "full_attention",
+        "full_attention",
+    ]  # the second one uses those of the first
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match="gemma4_text: num_kv_shared_layers=1 blocks use keys"):
