@@ -116,7 +116,9 @@ class FinetuneSpec(RunSpec):
     def prepare(self, model: Any) -> nn.Module:
         section = self.config.model
         if section.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # the name since transformers 5.23, and the one before
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         if self.config.pregate_level and not pregate_level(model):
             pregate(model, self.config.pregate_level)
         torch.manual_seed(self.config.run.seed)  # for the weights of adapters, and for dropout
