@@ -32,6 +32,8 @@ ROW = "Qwen3.6-35B-A3B at full size"
 PACKED = "MXFP4"
 SHORT = 64
 """Tokens of a short prompt."""
+WARM = 4
+"""Pairs of long prompts until kernels are compiled and the sizes of pieces are found."""
 
 
 class Bench:
@@ -160,7 +162,8 @@ def run_prefix(bench: Bench, model: Any) -> None:
     with bench.serving(model, 2) as (llm, prompts):
         engine = model.overspill
         engine.switch(replace(engine.settings, prompt_replicas=True))
-        two_first_tokens(bench, llm, prompts)  # compiles kernels
+        for _ in range(1 if bench.smoke else WARM):
+            two_first_tokens(bench, llm, prompts)
         for _ in range(bench.rounds):
             answer(llm, [prompts(bench.short)], bench.tokens)
         found = [two_first_tokens(bench, llm, prompts) for _ in range(bench.rounds)]
